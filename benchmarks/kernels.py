@@ -24,6 +24,7 @@ from octavo.kernels.machine import cold_bytes
 from octavo.kernels.operations.add import add
 from octavo.kernels.operations.divide import divide
 from octavo.kernels.operations.log_softmax import log_softmax
+from octavo.kernels.operations.relu_squared import relu_squared
 from octavo.kernels.operations.soft_cap import soft_cap
 from octavo.kernels.quantization import kv_scales, quantize_int4, quantize_int8, quantize_rows
 from octavo.kernels.reference import ReferenceKernels
@@ -244,6 +245,9 @@ def elementwise_cases(kernels: Kernels) -> Iterator[Case]:
         def gelu(_: int, gate_up=gate_up) -> object:  # noqa: ANN001
             return kernels.gate(gate_up, "gelu_tanh")
 
+        def squared(_: int, gate_up=gate_up) -> object:  # noqa: ANN001
+            return relu_squared(kernels, gate_up)
+
         def added(_: int, x=x, residual=residual) -> object:  # noqa: ANN001
             return add(kernels, x, residual, 1.0)
 
@@ -259,6 +263,7 @@ def elementwise_cases(kernels: Kernels) -> Iterator[Case]:
         yield case(f"add x{rows}", kernels, added, 0, 3 * x.nbytes)
         yield case(f"gate x{rows}", kernels, gate, 0, 1.5 * gate_up.nbytes)
         yield case(f"gate, gelu_tanh x{rows}", kernels, gelu, 0, 1.5 * gate_up.nbytes)
+        yield case(f"relu_squared x{rows}", kernels, squared, 0, 2 * gate_up.nbytes)
         yield case(f"rope_and_write_kv x{rows}", kernels, rope, 0, 2 * qkv.nbytes)
         yield case(f"rope_and_write_kv, interleaved x{rows}", kernels, pairs, 0, 2 * qkv.nbytes)
 

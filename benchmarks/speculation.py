@@ -4,8 +4,9 @@
     python benchmarks/speculation.py --model twin --precision bf16 --line copying --line stories --repeat 3
     python benchmarks/speculation.py --model smollm2 --line copying --llama-cpp PYTHON --gguf FILE
 
-Models are the big twin of the built-in model (`make_twin.py`; created in checkpoints/twin if it is missing) and
-SmolLM2-135M-Instruct (`tools/make_real.py`; skipped if it is missing). Lines:
+Models are the big twin of the built-in model (`make_twin.py`; created in checkpoints/twin if it is missing), its hybrid
+twin with recurrent layers (checkpoints/hybrid-twin), and SmolLM2-135M-Instruct (`tools/make_real.py`; skipped if it is
+missing). Lines:
 
     copying      one stream of answers that copy from their request
     stories, free  one stream of answers that are not in any earlier text; stories are the twin's
@@ -32,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from make_twin import make_twin
+from make_twin import Shape, make_twin
 from speculation_tasks import BuiltInTasks, InstructTasks, mixed
 
 from octavo import LLM, SamplingParams
@@ -47,7 +48,11 @@ if TYPE_CHECKING:
     from octavo.outputs import RequestOutput
 
 ROOT = Path(__file__).parents[1]
-TWIN = ROOT / "checkpoints" / "twin"
+TWINS = {
+    "twin": (ROOT / "checkpoints" / "twin", Shape()),
+    "hybrid": (ROOT / "checkpoints" / "hybrid-twin", Shape(is_hybrid=True)),
+}
+MODELS = (*TWINS, "smollm2")
 SMOLLM2 = Path.home() / ".cache" / "octavo" / "real" / "smollm2"
 METHODS: dict[str, dict[str, Any]] = {
     "none": {"method": "none"},
@@ -82,6 +87,9 @@ LINES = [
     Line("64 at once", "twin", ("bf16",), {"suffix": 0.98}, lambda tasks: mixed(tasks, 64), 24, 64),
     Line("over time", "twin", ("bf16",), {"suffix": 1.25}, lambda tasks: mixed(tasks, 28), 64, 64,
          is_sent_over_time=True),
+    Line("copying", "hybrid", ("bf16", "int4"), {"ngram": None, "suffix": 2.0}, lambda tasks: tasks.copying(2), 64),
+    Line("stories", "hybrid", ("bf16", "int4"), {"suffix": 0.98}, lambda tasks: tasks.free(2), 64),
+    Line("64 at once", "hybrid", ("bf16",), {"suffix": 0.98}, lambda tasks: mixed(tasks, 64), 24, 64),
     Line("copying", "smollm2", ("bf16", "int4"), {"ngram": None, "suffix": 1.8}, lambda tasks: tasks.copying(3), 80),
     Line("free", "smollm2", ("bf16", "int4"), {"suffix": 0.98}, lambda tasks: tasks.free(2), 80),
     Line("64 at once", "smollm2", ("bf16", "int4"), {"suffix": 0.98}, lambda tasks: mixed(tasks, 64), 24, 64),
@@ -91,7 +99,7 @@ LINES = [
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", action="append", choices=("twin", "smollm2"), help="again for more (default: both)")
+    parser.add_argument("--model", action="append", choices=MODELS, help="again for more (default: all)")
     parser.add_argument("--precision", action="append", choices=("bf16", "int4"), help="again for more (default: both)")
     parser.add_argument("--line", action="append", choices=sorted({line.name for line in LINES}), help="(default: all)")
     parser.add_argument("--method", action="append", choices=sorted(METHODS), help="besides none (default: all)")
@@ -113,7 +121,7 @@ def main() -> None:
 
 def chosen(arguments: argparse.Namespace) -> Iterator[tuple[str, str, list[Line]]]:
     """Yield models and precisions, and the lines of each."""
-    for model in arguments.model or ("twin", "smollm2"):
+    for model in arguments.model or MODELS:
         if model == "smollm2" and not arguments.smollm2.exists():
             print(f"smollm2 is left out: {arguments.smollm2} is not there (make real)", file=sys.stderr)
             continue
@@ -134,7 +142,7 @@ def measure(arguments: argparse.Namespace, model: str, precision: str, lines: li
     if unknown := [method for method in wanted[1:] if not is_known(method)]:
         print(f"not in this version: {', '.join(unknown)}", file=sys.stderr)
     llms = {method: load(arguments, model, precision, method) for method in wanted if method not in unknown}
-    tasks = (BuiltInTasks if model == "twin" else InstructTasks)(
+    tasks = (BuiltInTasks if model in TWINS else InstructTasks)(
         lambda asked: [output.outputs[0].text for output in ask(llms["none"], asked, 64, None)]
     )
     for line in lines:
@@ -222,13 +230,14 @@ def is_known(method: str) -> bool:
 
 def load(arguments: argparse.Namespace, model: str, precision: str, method: str) -> LLM:
     """Return a warmed-up engine with a method."""
-    if model == "twin" and not TWIN.exists():
-        make_twin(TWIN)
+    path, shape = TWINS.get(model, (arguments.smollm2, None))
+    if shape is not None and not path.exists():
+        make_twin(path, shape)
     config = METHODS[method] if is_known(method) else None
     if config is not None and method != "none":
         config = config | {"num_speculative_tokens": arguments.drafts}
     llm = LLM(
-        str(TWIN if model == "twin" else arguments.smollm2),
+        str(path),
         quantization=None if precision == "bf16" else precision,
         kv_cache_memory_bytes=512 << 20,
         max_num_seqs=64,

@@ -22,6 +22,7 @@
 #include "packing.h"
 #include "rank_experts.h"
 #include "ranks.h"
+#include "relu_squared.h"
 #include "rounding.h"
 #include "sampling.h"
 #include "short_conv.h"
@@ -51,6 +52,7 @@
   KERNEL(sigmoid_gate, TwoHeadsArgs)        \
   KERNEL(divide, DivideArgs)                \
   KERNEL(multiply, MultiplyArgs)            \
+  KERNEL(relu_squared, ReluSquaredArgs)     \
   KERNEL(rope_and_write_kv, RopeArgs)       \
   KERNEL(rope_and_write_latents, LatentArgs) \
   KERNEL(paged_attention, AttentionArgs)    \

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
 import torch
 from kernels_available import INSTRUCTION_SETS
 from test_exactness import SCHEDULES, Schedule, answers, check, make_engine, make_requests, needs_kernels
-from test_kv_stores import engine_over, node
 from typer.testing import CliRunner
 
 from octavo import (
@@ -25,9 +25,8 @@ from octavo import (
 )
 from octavo.assets import built_in_model_path
 from octavo.cli import app
-from octavo.config import DeviceConfig, EngineConfig
+from octavo.config import DeviceConfig, EngineConfig, KVTransferConfig
 from octavo.errors import ConfigError
-from octavo.kv_transfer.memory import GlobalKVPool
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import read_architecture
 from octavo.startup import recurrent
@@ -36,6 +35,18 @@ from octavo.worker.grammar_walks import GrammarWalks
 
 pytestmark = needs_kernels
 NUM_TRIED = 12
+MODELS = {
+    "qwen3.5": (
+        "Qwen3_5ForCausalLM",
+        {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3},
+    ),
+    "lfm2-moe": ("Lfm2MoeForCausalLM", {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}),
+    "granite-4-h": (
+        "GraniteMoeHybridForCausalLM",
+        {"layer_types": ["mamba", "attention", "mamba"], "num_hidden_layers": 3},
+    ),
+    "nemotron-h": ("NemotronHForCausalLM", {"hybrid_override_pattern": "M-ME*E-M", "num_hidden_layers": 8}),
+}
 CHOSEN = {
     "crowd",
     "chunks_of_1",
@@ -56,47 +67,59 @@ SCHEDULES_AND_METHODS = [
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    layers = ["linear_attention", "full_attention", "linear_attention"]
-    config = tiny_config("Qwen3_5ForCausalLM", num_hidden_layers=3, layer_types=layers, vocab_size=1500)
-    return write_checkpoint(tmp_path_factory.mktemp("recurrent") / "model", config, std=0.1)
+def models(tmp_path_factory):
+    """Return a function from the name in `MODELS` to the checkpoint."""
+
+    @cache
+    def write(name):
+        family, changes = MODELS[name]
+        config = tiny_config(family, vocab_size=1500, **changes)
+        return write_checkpoint(tmp_path_factory.mktemp("recurrent") / name, config, std=0.1)
+
+    return write
 
 
 @pytest.fixture(scope="module")
-def alone(checkpoint):
-    known = {}
+def checkpoint(models):
+    return models("qwen3.5")
 
-    def run(dtype, isa):
-        if (dtype, isa) not in known:
-            engine = make_engine(checkpoint, dtype, Schedule("alone", max_num_seqs=1, prefix_caching=False), "cpu", isa)
-            known[dtype, isa] = answers(engine, make_requests()[:NUM_TRIED])
-        return known[dtype, isa]
+
+@pytest.fixture(scope="module")
+def alone(models):
+    """Return a function to the answers of requests that run alone."""
+
+    @cache
+    def run(name, dtype, isa="auto"):
+        schedule = Schedule("alone", max_num_seqs=1, prefix_caching=False)
+        return answers(make_engine(models(name), dtype, schedule, "cpu", isa), make_requests()[:NUM_TRIED])
 
     return run
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(20)
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4", "bfloat16 with int8 KV"])
 @pytest.mark.parametrize(("schedule", "method"), SCHEDULES_AND_METHODS)
-def test_recurrent_model_gives_equal_tokens_in_every_schedule(checkpoint, alone, schedule, method, dtype):
-    engine = make_engine(checkpoint, dtype, replace(schedule, method=method), "cpu")
+def test_recurrent_model_gives_equal_tokens_in_every_schedule(models, alone, schedule, method, dtype, name):
+    engine = make_engine(models(name), dtype, replace(schedule, method=method), "cpu")
     stats = engine.core.metrics.stats
     requests = make_requests()[:NUM_TRIED]
     for _ in range(schedule.rounds):
         got = answers(engine, requests)
         for index, (_, params) in enumerate(requests):
             if schedule.rounds == 1 or params.seed is not None or params.is_greedy:  # see `check`
-                assert got[index] == alone(dtype, "auto")[index]
+                assert got[index] == alone(name, dtype)[index]
     assert (stats.num_preemptions > 0) == (schedule.num_blocks is not None)
     assert stats.prefix_cache_hits > 0 or schedule.threshold == 1 or not schedule.prefix_caching
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS)
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_recurrent_model_gives_equal_tokens_with_every_instruction_set(checkpoint, alone, isa, num_threads):
+def test_recurrent_model_gives_equal_tokens_with_every_instruction_set(models, alone, isa, num_threads, name):
     schedule = Schedule("chunks_of_7", threshold=7, num_threads=num_threads)
-    check(make_engine(checkpoint, "bfloat16", schedule, "cpu", isa), schedule, alone("bfloat16", isa))
+    check(make_engine(models(name), "bfloat16", schedule, "cpu", isa), schedule, alone(name, "bfloat16", isa))
 
 
 def test_postponed_tokens_are_the_tokens_of_an_engine_that_waits(tmp_path, monkeypatch):
@@ -130,8 +153,10 @@ def constrained_tokens(folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size above 1 does not work with recurrent layers yet"),
-        ({"kv_disk_dir": "/tmp/octavo-of-states"}, "KV stores and prefill/decode hand-over do not work with recurrent"),
+        (
+            {"kv_disk_dir": "/tmp/octavo-of-states", "tensor_parallel_size": 2},
+            "with recurrent layers, KV stores and the roles prefill and decode do not work with tensor_parallel_size",
+        ),
         ({"speculative_config": {"method": "quantized"}}, "method quantized does not work with recurrent layers yet"),
     ],
 )
@@ -157,9 +182,13 @@ def test_gpu_needs_kernels_of_triton(checkpoint, monkeypatch):
     check("triton")
 
 
-def test_store_of_the_caller_is_refused(checkpoint):
-    with pytest.raises(ConfigError, match="do not work with recurrent layers"):
-        engine_over(node(GlobalKVPool(10)), checkpoint)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_direct_handover_is_refused(checkpoint, role):
+    model, stores = ModelConfig(model=str(checkpoint)), KVTransferConfig(role=role, direct=True)
+    with pytest.raises(ConfigError, match="kv_direct does not work with recurrent layers"):
+        recurrent.check_recurrent_layers(
+            EngineConfig(model=model, kv_transfer=stores), read_architecture(checkpoint), has_store=False
+        )
 
 
 def test_allocated_states_have_the_planned_size(checkpoint):
@@ -189,7 +218,7 @@ def test_model_with_recurrent_layers_cannot_draft(checkpoint, tmp_path):
     target = write_checkpoint(
         tmp_path / "target", tiny_config("Qwen3ForCausalLM", vocab_size=1500, num_hidden_layers=9)
     )
-    with pytest.raises(ConfigError, match="has recurrent layers, which cannot draft yet"):
+    with pytest.raises(ConfigError, match="has recurrent layers, and octavo cannot draft with them yet"):
         LLM(
             str(target),
             skip_tokenizer_init=True,
@@ -206,7 +235,7 @@ def test_fewer_requests_run_if_their_states_do_not_fit(checkpoint, monkeypatch, 
     assert engine.core.executor.worker.scheduler_config.max_num_seqs == 5
     assert "max_num_seqs is lowered from 64 to 5" in caplog.text
     monkeypatch.setattr(worker, "free_bytes", lambda _: size)
-    with pytest.raises(ConfigError, match="no space for the states of a request"):
+    with pytest.raises(ConfigError, match="no free memory for the states of a request"):
         engine_with(checkpoint)
 
 
@@ -227,3 +256,17 @@ def test_state_that_would_get_a_token_twice_fails_the_step(checkpoint):
     row = np.array([batch.requests["r"].row])
     with pytest.raises(AssertionError, match="a state would get a token twice"):
         batch._states.arrays(row, np.array([1]), np.array([1]), np.array([4]), np.array([0]), [])
+
+
+@pytest.mark.parametrize("num_tokens", range(21, 29, 2))
+def test_next_turn_starts_with_state_of_answer_with_accepted_drafts(checkpoint, num_tokens):
+    """Accepted drafts fill a block, and the answer ends some steps later, before the next block is full."""
+    prompt, engine = [*range(5, 25)], make_engine(checkpoint, "float32", Schedule("drafts", method="suffix"), "cpu")
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    other = make_engine(checkpoint, "float32", Schedule("alone", prefix_caching=False), "cpu")
+    answer = other.generate({"prompt_token_ids": prompt}, params).outputs[0].token_ids
+    output = engine.generate({"prompt_token_ids": prompt, "predicted_token_ids": answer}, params)
+    assert output.outputs[0].token_ids == answer
+    assert output.metrics.num_accepted_tokens > 0
+    following = engine.generate({"prompt_token_ids": [*prompt, *answer, 7]}, params)
+    assert following.num_cached_tokens == 32

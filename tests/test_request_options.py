@@ -25,6 +25,7 @@ SOURCE = Path(octavo.__file__).parent
         *(("tenant", value) for value in (5, None)),
         *(("tenant_weight", value) for value in (0, -1.0, math.inf, math.nan, True, None)),
         *(("timeout_s", value) for value in (0, -1.0, math.nan, math.inf, "soon", True)),
+        *(("cache_points", value) for value in (None, 5, "12", {3: 4}, (1.0,), (3, -1), (True,), (None,), ("5",))),
     ],
 )
 def test_invalid_request_option_is_refused_with_field_name(field, value):
@@ -42,6 +43,20 @@ def test_request_options_convert_numpy_numbers():
     ]
 
 
+@pytest.mark.parametrize("points", [(), [], (7, 0, 7), [7, 0, 7], (np.int64(7), 0, np.uint8(7))])
+def test_cache_points_become_tuple_of_integers(points):
+    options = RequestOptions(cache_points=points)
+    assert options.cache_points == ((7, 0, 7) if points else ())
+    assert {type(point) for point in options.cache_points} <= {int}
+    assert type(options.cache_points) is tuple
+    assert Request("r", [1], SamplingParams(), options=options).cache_points == options.cache_points
+
+
+def test_refused_cache_points_are_named_in_message():
+    with pytest.raises(RequestError, match=r"a tuple of integers of at least 0, got \(3, -1\)"):
+        RequestOptions(cache_points=(3, -1))
+
+
 def test_keyword_fields_override_request_options():
     options = RequestOptions(priority=1, tenant="a")
     request = Request("r", [1], SamplingParams(), options=options, priority=2)
@@ -51,7 +66,9 @@ def test_keyword_fields_override_request_options():
 
 
 def test_request_options_survive_ipc_encoding():
-    options = RequestOptions(priority=-3, cache_salt="salt", tenant="a", tenant_weight=2.5, timeout_s=1.5)
+    options = RequestOptions(
+        priority=-3, cache_salt="salt", tenant="a", tenant_weight=2.5, timeout_s=1.5, cache_points=(4, 9)
+    )
     request = Request("r", [1, 2], SamplingParams(), options=options, deadline=7.0)
     (read,) = ipc.decode_to_engine(ipc.encode(ipc.Add.of("r", [request]))).to_requests()
     assert read.options == options

@@ -231,7 +231,7 @@ def hybrid_layer(
         for part in ("gate", "up"):
             yield f"{name}ffn_{part}_exps.weight", kind, (experts, inner, hidden)
         yield f"{name}ffn_down_exps.weight", kind, (experts, hidden, inner)
-    inner = shape.get("dense", shape.get("expert"))
+    inner = shape.get("dense") or shape["expert"]
     for part in ("gate", "up"):
         yield f"{name}ffn_{part}{suffix}.weight", kind, (inner, hidden)
     yield f"{name}ffn_down{suffix}.weight", kind, (hidden, inner)

@@ -21,6 +21,7 @@ from octavo.config import (
 from octavo.core.scheduler import Scheduler
 from octavo.data.capacity import EngineCapacity, KVGroupCapacity
 from octavo.data.events import FanOut, NullSink
+from octavo.data.kv_groups import RecurrentStates
 from octavo.data.kv_tier_figures import KVTierFigures
 from octavo.data.metrics import EngineMetrics, EngineStats
 from octavo.data.recent_events import RecentEvents
@@ -35,7 +36,8 @@ from octavo.kv_transfer import create_store, host_bytes
 from octavo.kv_transfer.connector import StoreConnector
 from octavo.kv_transfer.direct import create_connector, num_load_threads
 from octavo.kv_transfer.mooncake_library import check_mooncake
-from octavo.models.split import Share
+from octavo.kv_transfer.stored_states import count_pieces
+from octavo.models.share import Share
 from octavo.startup.draft_checkpoint import find_draft_checkpoint
 from octavo.startup.identity import cache_keys, check_fingerprint, find_identity, kv_format
 from octavo.startup.launch import ServedModel, make_grammars, make_processors
@@ -54,7 +56,6 @@ if TYPE_CHECKING:
     from octavo.core.kv_connector import KVConnector
     from octavo.data.events import EventSink
     from octavo.data.fingerprint import EngineFingerprint
-    from octavo.data.kv_groups import KVGroupKind
     from octavo.data.worker_info import WorkerInfo
     from octavo.kv_transfer import StoreFactory
     from octavo.kv_transfer.direct import MooncakeConnector
@@ -146,7 +147,7 @@ def build_core(
         part_bytes = info.stored_part_bytes if info.bounded_groups else None
         store = create_store(config.kv_transfer, info.stored_block_bytes, kv_store, direct, part_bytes)
         executor = _make_executor(config, info, worker, store)
-        connector, recorded = _connect(config, store, executor, direct, [spec.kind for spec in info.bounded_groups])
+        connector, recorded = _connect(config, store, executor, direct, info)
         clock, metrics, recent = RecordedClock(time.monotonic), EngineMetrics(_stats(store, worker)), RecentEvents()
         scheduler = Scheduler(
             scheduler_config,
@@ -272,11 +273,18 @@ def _connect(
     store: TieredStore | None,
     executor: LocalExecutor,
     direct: MooncakeConnector | None,
-    kinds: list[KVGroupKind],
+    info: WorkerInfo,
 ) -> tuple[KVConnector | None, RecordedConnector | None]:
     if store is None:
         return None, None
-    connector = StoreConnector(store, config.cache.block_size, executor.wake, direct, kinds)
+    connector = StoreConnector(
+        store,
+        config.cache.block_size,
+        executor.wake,
+        direct,
+        [spec.kind for spec in info.bounded_groups if not isinstance(spec.kind, RecurrentStates)],
+        count_pieces(info.stored_state_bytes, info.stored_block_bytes),
+    )
     if config.record is None:
         return connector, None
     recorded = RecordedConnector(connector)

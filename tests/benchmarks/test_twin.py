@@ -24,6 +24,12 @@ def twin(tmp_path_factory):
     return make_twin(tmp_path_factory.mktemp("twin"), Shape(num_layers=6, intermediate_size=512, num_heads=10))
 
 
+@pytest.fixture(scope="module")
+def hybrid_twin(tmp_path_factory):
+    shape = Shape(num_layers=17, intermediate_size=512, num_heads=10, is_hybrid=True)
+    return make_twin(tmp_path_factory.mktemp("hybrid"), shape)
+
+
 def answers(model: str | None, dtype: str, **params) -> list[list[int]]:
     llm = LLM(model, dtype=dtype, num_gpu_blocks_override=64)
     greedy = SamplingParams(temperature=0.0, max_tokens=80, **params)
@@ -33,6 +39,11 @@ def answers(model: str | None, dtype: str, **params) -> list[list[int]]:
 @pytest.mark.turn(12)
 def test_float32_twin_generates_tokens_of_built_in_model(twin):
     assert answers(str(twin), "float32", ignore_eos=True) == answers(None, "float32", ignore_eos=True)
+
+
+@pytest.mark.turn(12)
+def test_float32_hybrid_twin_generates_tokens_of_built_in_model(hybrid_twin):
+    assert answers(str(hybrid_twin), "float32", ignore_eos=True) == answers(None, "float32", ignore_eos=True)
 
 
 @pytest.mark.turn(12)

@@ -10,7 +10,7 @@ import pytest
 from octavo.config import CacheConfig, SchedulerConfig
 from octavo.core.scheduler import Scheduler
 from octavo.data.events import EventLog
-from octavo.data.kv_groups import KVGroupSpec, SlidingWindow
+from octavo.data.kv_groups import KVGroupSpec, RecurrentStates, SlidingWindow
 from octavo.data.model_output import ModelOutput
 from octavo.data.request import Request
 from octavo.data.scheduler_output import SchedulerOutput
@@ -28,6 +28,7 @@ REQUEST_OPTIONS = (
     "deadline",
     "arrival_time",
     "kv_transfer_params",
+    "cache_points",
     "spans",
 )
 
@@ -46,11 +47,16 @@ class Core:
         num_host_blocks: int = 0,
         num_window_blocks: int = 0,
         window: int = 0,
+        num_state_slots: int = 0,
+        num_host_states: int = 0,
+        state_checkpoint_interval: int | None = None,
         connector: Any = None,
         clock: Callable[[], float] | None = None,
         **scheduler_options: Any,
     ) -> None:
         ticks = itertools.count()
+        windows = [KVGroupSpec(SlidingWindow(window), num_window_blocks)] if window else []
+        states = [KVGroupSpec(RecurrentStates(), num_state_slots, num_host_states)] if num_state_slots else []
         self.log = EventLog()
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -60,13 +66,14 @@ class Core:
                 block_size=block_size,
                 enable_prefix_caching=enable_prefix_caching,
                 cache_decoded_blocks=cache_decoded_blocks,
+                state_checkpoint_interval=state_checkpoint_interval,
             ),
             num_blocks=num_blocks,
             max_model_len=max_model_len,
             clock=clock or (lambda: float(next(ticks))),
             sink=self.log,
             num_host_blocks=num_host_blocks,
-            bounded_groups=[KVGroupSpec(SlidingWindow(window), num_window_blocks)] if window else [],
+            bounded_groups=[*windows, *states],
             connector=connector,
         )
         self.answers: dict[str, list[int]] = {}

@@ -13,6 +13,7 @@ from octavo.core.output_builder import OutputBuilder
 from octavo.core.step_plan import StepPlan
 from octavo.core.transfer_scheduler import KVTransferScheduler
 from octavo.data.events import EventLog
+from octavo.data.model_output import ModelOutput
 from octavo.data.request import Request
 from octavo.sampling_params import SamplingParams
 
@@ -201,3 +202,69 @@ def test_pending_save_needs_steps_after_step_without_tokens_failed(make_core):
     core.scheduler.fail_step(scheduled, "broken")
     assert core.scheduler.get_num_transfers() == 1
     assert core.scheduler.has_work()
+
+
+# --- recurrent states -------------------------------------------------------------------------------------------------
+
+
+def saves_of(core, count):
+    """Run steps; return the saves of each."""
+    return [core.step().state_saves for _ in range(count)]
+
+
+def test_states_are_saved_in_steps_that_reach_them(make_core):
+    core = make_core(num_state_slots=9, state_checkpoint_interval=8, max_num_batched_tokens=10)
+    core.add("a", 26, max_tokens=3)
+    assert saves_of(core, 4) == [{"a": [(8, 1)]}, {"a": [(16, 2)]}, {"a": [(24, 3)]}, {}]
+
+
+def test_requests_in_one_step_save_to_different_slots(make_core):
+    core = make_core(num_state_slots=9, state_checkpoint_interval=4)
+    core.add("a", 9)
+    core.add("b", 5)
+    core.add("c", 4)
+    assert saves_of(core, 1) == [{"a": [(4, 3), (8, 4)], "b": [(4, 5)], "c": [(4, 6)]}]
+
+
+def test_state_after_drafts_is_not_saved_before_they_are_accepted(make_core):
+    """The state after 12 tokens may be saved by the step after the one that computed them as drafts."""
+    core = make_core(num_state_slots=9)
+    core.add("a", 9, max_tokens=50)
+    assert saves_of(core, 1) == [{"a": [(8, 1)]}]
+    core.guess({"a": [7, 7, 7]})
+    scheduled = core.scheduler.schedule()
+    assert (scheduled.num_scheduled_tokens, scheduled.state_saves) == ({"a": 4}, {})
+    core.scheduler.update_from_output(scheduled, ModelOutput(scheduled.step, {"a": [7, 7, 7, 7]}))
+    scheduled = core.scheduler.schedule()
+    assert scheduled.scheduled_cached_reqs.num_computed_tokens == [13]
+    assert scheduled.state_saves == {"a": [(12, 2)]}
+
+
+def test_state_after_newest_token_is_saved_with_drafts(make_core):
+    core = make_core(num_state_slots=9)
+    core.add("a", 9, max_tokens=50)
+    for _ in range(3):
+        core.step()
+    core.guess({"a": [7, 7, 7, 7]})
+    scheduled = core.scheduler.schedule()
+    assert (scheduled.num_scheduled_tokens, scheduled.state_saves) == ({"a": 5}, {"a": [(12, 2)]})
+
+
+def test_step_saves_no_state_without_recurrent_layers(make_core):
+    core = make_core()
+    core.add("a", 9, cache_points=(5,))
+    assert saves_of(core, 4) == [{}] * 4
+
+
+def test_states_of_failed_step_are_not_found(make_core):
+    core = make_core(num_state_slots=9)
+    core.add("a", list(range(9)))
+    scheduled = core.scheduler.schedule()
+    assert scheduled.state_saves == {"a": [(8, 1)]}
+    core.scheduler.fail_step(scheduled, "broken")
+    core.add("b", list(range(9)))
+    scheduled = core.step()
+    assert (scheduled.num_scheduled_tokens, scheduled.copies.block_copies) == ({"b": 9}, [])
+    assert scheduled.state_saves == {"b": [(8, 1)]}
+    core.add("c", list(range(9)))
+    assert core.step().num_scheduled_tokens["c"] == 1

@@ -8,7 +8,7 @@ from stores import Store
 from octavo.config import SchedulerConfig
 from octavo.core import invariants
 from octavo.core.kv.manager import KVCacheManager
-from octavo.core.kv.prefix_cache import NO_COMPUTED_BLOCKS, ComputedBlocks
+from octavo.core.kv.prefix_cache import ComputedBlocks
 from octavo.core.save_plan import blocks_to_save, most_saved_blocks, whole_hit
 from octavo.data import events
 from octavo.data.kv_groups import NO_BLOCK, KVGroupSpec, SlidingWindow
@@ -381,7 +381,7 @@ class TestWholeHit:
         assert computed.num_tokens == 12
         manager.bounded[0].block_forgotten(computed.blocks[lost])
         cut = whole_hit(manager, request, computed, {request.block_hashes[lost]})
-        assert cut == (ComputedBlocks(computed.blocks[:expected], 4 * expected) if expected else NO_COMPUTED_BLOCKS)
+        assert cut == ComputedBlocks(computed.blocks[:expected], 4 * expected, num_shared=3)
 
     def test_shortened_hit_requires_window_parts_of_next_row(self, manager, found):
         request, computed = found

@@ -299,6 +299,10 @@ void elementwise(Run& run) {
       std::memcpy(out.as(), before.as(), static_cast<size_t>(bytes));
       run.table.add(pool, {x.as(), out.as(), type, rows, size, 0.5f});
     });
+    run.same("relu_squared", bytes, [&](ThreadPool& pool, const Memory& out) {
+      std::memcpy(out.as(), x.as(), static_cast<size_t>(bytes));
+      run.table.relu_squared(pool, {out.as(), type, rows, size});
+    });
     const Memory gate_up = random.reals(type, rows * 2 * size);
     for (const Activation activation : {Activation::kSilu, Activation::kGeluTanh}) {
       run.same("gate", bytes, [&](ThreadPool& pool, const Memory& out) {

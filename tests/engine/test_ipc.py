@@ -56,3 +56,10 @@ def test_kv_transfer_params_validate_transfer_id_and_source():
             KVTransferParams("t", source=source)
     for source in ("host:80", "10.0.0.1:65535", "[::1]:80", "host.name:1"):
         assert KVTransferParams("t", source=source).source == source
+
+
+def test_cache_points_survive_encoding():
+    for points in ((), (16, 300)):
+        sent = [Request(f"r-{i}", [1], SamplingParams(), cache_points=points) for i in range(2)]
+        arrived = ipc.decode_to_engine(ipc.encode(ipc.Add.of("r", sent))).to_requests()
+        assert [request.cache_points for request in arrived] == [points] * 2

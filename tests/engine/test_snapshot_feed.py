@@ -18,6 +18,7 @@ from test_remote_core import until
 from octavo.data.events import (
     EVENT_TYPES,
     EventLog,
+    HitLimit,
     RequestQueued,
     StepCompleted,
     StepScheduled,
@@ -27,6 +28,7 @@ from octavo.data.expert_stats import ExpertLoad
 from octavo.data.kv_tiers import TierMove
 from octavo.data.recent_events import RecentEvents
 from octavo.data.snapshot import BlockMap, BlockState, Snapshot
+from octavo.data.state_slots import StateSlots
 from octavo.engine import ipc, snapshot_feed
 from octavo.engine.snapshot_feed import SnapshotFeed
 from octavo.sampling_params import SamplingParams
@@ -36,6 +38,7 @@ SAMPLES = {
     "int": 7, "float": 1.5, "str": "cmpl-1", "bool": True, "int | None": None, "str | None": "why",
     "ExpertLoad": ExpertLoad(12, 4, 1 << 40, 1.5), "TierMove": MOVE, "tuple[TierMove, ...]": (MOVE, MOVE),
     "WaitReason": WaitReason.NO_BLOCKS, "Mapping[str, int]": {"a": 1, "b": 512}, "tuple[int, ...]": (1, 2),
+    "HitLimit | None": HitLimit.CHECKPOINT, "StateSlots | None": StateSlots(3, 4, 5),
 }  # fmt: skip
 
 

@@ -17,7 +17,15 @@ from stores import Store
 from octavo import CacheConfig, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.config import EngineConfig, kernels_required
 from octavo.core.draft_policy import DraftPolicy
-from octavo.data.events import ExpertsComputed, HostBlocksFound, KernelsCompiled, RequestQueued, StepScheduled
+from octavo.data.events import (
+    CheckpointEvicted,
+    CheckpointSaved,
+    ExpertsComputed,
+    HostBlocksFound,
+    KernelsCompiled,
+    RequestQueued,
+    StepScheduled,
+)
 from octavo.data.expert_stats import ExpertLoad
 from octavo.data.model_output import ModelOutput
 from octavo.data.request import ContentSpan, RequestStatus
@@ -45,6 +53,9 @@ OPTIONS = [
     {"mixed_step_ms": 1500.0},
     {"async_scheduling": True},
     {"preemption": "swap", "window": 6, "num_window_blocks": 12},  # few blocks of 4 tokens
+    {"num_state_slots": 7},
+    {"num_state_slots": 7, "num_host_states": 4, "preemption": "swap"},
+    {"num_state_slots": 9, "state_checkpoint_interval": 4, "async_scheduling": True},
 ]
 
 
@@ -102,6 +113,7 @@ def test_replay_repeats_every_decision(make_core, tmp_path, options, suffix):
                 tenant=rng.choice("ab"),
                 stop_token_ids=[5],
                 spans=(ContentSpan(0, 1, rng.choice("xy")),) if rng.random() < 0.3 else (),
+                cache_points=(rng.randrange(12),) if "num_state_slots" in options else (),
                 deadline=core.scheduler._emitter.now + 30.0 if rng.random() < 0.2 else None,
             )
             core.answers[f"r{step}"] = [rng.choice([7, 8, 9, 9, 5]) for _ in range(20)]
@@ -130,6 +142,7 @@ def test_replay_repeats_every_decision(make_core, tmp_path, options, suffix):
     assert done.num_steps >= 400
     assert bool(core.log.of_type(HostBlocksFound)) == ("preemption" in options)
     assert done.log.events == core.log.events
+    assert bool(core.log.of_type(CheckpointEvicted)) == ("num_state_slots" in options)
     limits = [event.prefill_limit for event in core.log.of_type(StepScheduled)]
     moves = {(after > before) - (after < before) for before, after in itertools.pairwise(limits)}
     assert moves == ({-1, 0, 1} if "mixed_step_ms" in options else {0})
@@ -229,6 +242,35 @@ def test_replay_repeats_work_of_experts(make_core, tmp_path):
     done = recorded.close()
     assert [event.load.num_tokens for event in done.log.of_type(ExpertsComputed)] == [48, 4]
     assert done.log.events == core.log.events
+
+
+@pytest.mark.parametrize("interval", [None, 8])
+@pytest.mark.parametrize("points", [(), (13, 21)])
+def test_replay_repeats_saves_of_states(make_core, tmp_path, interval, points):
+    recorded = Recorded(make_core, tmp_path / "run.journal", num_state_slots=9, state_checkpoint_interval=interval)
+    core = recorded.core
+    core.add("a", list(range(40)), max_tokens=3, cache_points=points)
+    core.add("b", [*range(22), *[1] * 18], max_tokens=3)
+    core.run()
+    header, lines = read_journal(recorded.path) if recorded.close() else ({}, [])
+    assert header["state_checkpoint_interval"] == interval
+    arrivals = [line[-1] for line in lines if line[0] == "a"]
+    assert [options.get("cache_points", []) for options in arrivals] == [list(points), []]
+    done = replay(recorded.path)
+    saved = [event.num_tokens for event in done.log.of_type(CheckpointSaved) if event.request_id == "a"]
+    of_interval = [8, 16, 24, 32] if interval else [20]
+    assert saved == sorted({*of_interval, *((12, 20) if points else ()), 36, 40})
+    assert done.log.events == core.log.events
+    assert done.mismatches == []
+
+
+def test_step_checksum_covers_saves_of_states(make_core):
+    core = make_core(num_state_slots=9)
+    core.add("a", 9)
+    scheduled = core.scheduler.schedule()
+    assert scheduled.state_saves == {"a": [(8, 1)]}
+    sums = {checksum(replace(scheduled, state_saves=saves)) for saves in ({}, {"a": [(8, 1)]}, {"a": [(8, 2)]})}
+    assert len(sums) == 3
 
 
 def test_journal_of_later_version_is_refused(make_core, tmp_path):
@@ -568,6 +610,26 @@ def test_explain_reports_prefix_miss_by_other_salt(make_core):
     core.add("mine", list(range(9)), max_tokens=1, cache_salt="mine")
     core.run()
     assert "the rest was not found: other salt" in explained(core, "mine")
+
+
+def test_explain_reports_cached_tokens_without_saved_state(make_core):
+    core = make_core(num_state_slots=9)
+    core.add("a", list(range(40)), max_tokens=1)
+    core.run()
+    core.add("b", [*range(30), 99], max_tokens=1)
+    core.run()
+    text = explained(core, "b")
+    assert "20 of its 31 tokens were found in the prefix cache; 8 more were cached, but the recurrent state" in text
+    assert "after them was not saved" in text
+
+
+def test_explain_reports_cached_tokens_without_window_blocks(make_core):
+    core = make_core(window=8, num_window_blocks=12, max_num_batched_tokens=8, max_num_seqs=1)
+    for name, prompt in (("first", range(60)), ("large", range(100, 160)), ("again", [*range(40), 7])):
+        core.add(name, list(prompt), max_tokens=1)
+        core.run()
+    told = "0 of its 41 tokens were found in the prefix cache; 40 more were cached, but some of their window blocks"
+    assert told in explained(core, "again")
 
 
 def test_explain_reports_first_differing_prefix_token(make_core):

@@ -21,6 +21,9 @@ from octavo.models.gated_delta import GatedDeltaConfig
 from octavo.models.kv_layout import StateShape
 from octavo.models.latent_attention import LatentAttentionConfig
 from octavo.models.loader import load_model
+from octavo.models.mamba2 import Mamba2Config
+from octavo.models.no_sublayer import NoSublayer, Unchanged
+from octavo.models.plain_mlp import PlainMLP
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import FAMILIES, read_architecture
 from octavo.models.weight_source import FolderWeights
@@ -115,14 +118,22 @@ def calls_of_layer(kernels, config, layer, dtype):
         calls = 8
     elif isinstance(mixer, GatedDeltaConfig):
         calls = 7
-    elif isinstance(mixer, GatedConvConfig):
+    elif isinstance(mixer, GatedConvConfig | Mamba2Config):
         calls = 6
+    elif isinstance(mixer, NoSublayer):
+        calls = 0
     else:
         calls = 6 if mixer.qk_norm else 4
         calls += -1 if mixer.is_shared else mixer.v_norm
         calls += 3 * isinstance(mixer, GatedAttentionConfig)
     calls += config.stream_scale
     mlp = layer.mlp
+    if isinstance(mlp, PlainMLP):
+        return calls + 3 + 1
+    if isinstance(mlp, Experts) and not mlp.config.is_gated:
+        return calls + 10 + 1
+    if isinstance(mlp, Unchanged):
+        return calls + 1
     if isinstance(mlp, ExpertBranches):
         gate_up = mlp.shared.gate_up
         calls += 7 + 6  # five norms and a sum

@@ -12,7 +12,7 @@ from octavo.data.kv_groups import SlidingWindow
 from octavo.data.scheduler_output import KVTransfer, TransferDirection
 from octavo.kv_transfer.connector import StoreConnector
 from octavo.kv_transfer.disk import DiskStore
-from octavo.kv_transfer.group_parts import key_of_first_group, load, look_up, num_usable, save
+from octavo.kv_transfer.group_parts import find_blocks, key_of_first_group, load, num_usable, save
 from octavo.kv_transfer.guard import GuardedStore
 from octavo.kv_transfer.memory import GlobalKVPool, MemoryStore
 from octavo.kv_transfer.tiers import TieredStore, TierTally
@@ -20,6 +20,11 @@ from octavo.kv_transfer.tiers import TieredStore, TierTally
 KEYS = [bytes([number]) * 32 for number in range(8)]
 BLOCK_BYTES, PART_BYTES = 24, 8  # of a block, and of a block without its window part
 SIZE, WINDOW = 4, 9
+
+
+def look_up(store, keys, *where):
+    """Return the number of leading blocks of a store after which a request can resume."""
+    return num_usable(find_blocks(store, keys, *where), *where)
 
 
 def content_of(number, num_bytes=BLOCK_BYTES):

@@ -146,6 +146,18 @@ def with_weights(model, changed, change):
     return altered
 
 
+def with_inputs(model, part, change):
+    """Return a copy in which the rows of z (part 0), xBC (1) or dt (2) of Mamba-2's `in_proj` are changed."""
+    mamba = next(each for each in model.modules() if hasattr(each, "A_log"))
+
+    def changed(p):
+        parts = list(p.split([mamba.intermediate_size, mamba.conv_dim, mamba.num_heads]))
+        parts[part] = change(parts[part])
+        return torch.cat(parts)
+
+    return with_weights(model, ("in_proj.weight",), changed)
+
+
 def with_attribute(model, name, change):
     """Return a copy in which an attribute of modules that is set when they are made is changed."""
     altered = copy.deepcopy(model)
@@ -203,7 +215,7 @@ def without(model, *norms):
 
 
 QK_NORMS = tuple(f"{name}.weight" for name in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"))
-ROUTERS = tuple(f"{name}.weight" for name in ("mlp.gate", "mlp.router", "feed_forward.gate"))
+ROUTERS = tuple(f"{name}.weight" for name in ("mlp.gate", "mlp.router", "feed_forward.gate", "mixer.gate"))
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 
@@ -261,13 +273,26 @@ ALTERATIONS = {
     "decay": lambda model: with_weights(model, ("A_log",), lambda p: p + 1.5),
     "taps": lambda model: with_weights(model, ("conv1d.weight", "conv.conv.weight"), lambda p: p.flip(2)),
     "delta_gate": lambda model: with_weights(model, ("in_proj_z.weight",), lambda p: -p),
-    "conv_bias": lambda model: with_weights(model, ("conv.conv.bias",), torch.zeros_like),
+    "conv_bias": lambda model: with_weights(model, ("conv.conv.bias", "conv1d.bias"), torch.zeros_like),
     "conv_gates": lambda model: with_weights(model, ("conv.in_proj.weight",), lambda p: p.roll(len(p) // 3, 0)),
     "conv_output": lambda model: with_weights(model, ("conv.out_proj.weight",), lambda p: p.roll(1, 0)),
     "delta_norm": lambda model: with_weights(model, ("linear_attn.norm.weight",), lambda p: p.roll(1)),
     "output_gate": lambda model: with_weights(model, ("q_proj.weight",), lambda p: p.flip(0)),
     "rates": lambda model: with_weights(model, ("in_proj_b.weight", "in_proj_a.weight"), lambda p: p.roll(1, 0)),
     "key_heads": lambda model: with_weights(model, ("in_proj_qkv.weight",), lambda p: p.roll(len(p) // 4, 0)),
+    "mamba_gate": lambda model: with_inputs(model, 0, lambda z: -z),
+    "mamba_inputs": lambda model: with_inputs(model, 1, lambda xbc: xbc.roll(1, 0)),
+    "mamba_steps": lambda model: with_inputs(model, 2, lambda dt: dt.roll(1, 0)),
+    "mamba_norm": lambda model: with_weights(model, ("mamba.norm.weight", "mixer.norm.weight"), lambda p: p.roll(1)),
+    "mamba_skip": lambda model: with_weights(model, ("mamba.D", "mixer.D"), torch.zeros_like),
+    "mamba_bias": lambda model: with_weights(model, ("in_proj.bias", "out_proj.bias"), torch.zeros_like),
+    "step_bias": lambda model: with_weights(model, ("dt_bias",), lambda p: p + 2),
+    "step_limits": lambda model: with_config(model, time_step_limit=(0.0, float("inf"))),
+    "shared_mlp": lambda model: with_weights(model, ("shared_mlp.output_linear.weight",), torch.zeros_like),
+    "least_step": lambda model: with_config(model, time_step_min=1e-6),
+    "up_projection": lambda model: with_weights(model, ("mixer.up_proj.weight",), lambda p: -p),
+    "epsilon": lambda model: with_config(model, layer_norm_epsilon=1e-6),
+    "rotation": lambda model: with_config(model, position_embedding_type=None),
     "joined_rates": lambda model: with_weights(model, ("in_proj_ba.weight",), lambda p: p.roll(1, 0)),
     "joined_inputs": lambda model: with_weights(model, ("in_proj_qkvz.weight",), lambda p: p.roll(len(p) // 4, 0)),
     "short_factor": lambda model: with_rope(model, short_factor=model.config.rope_parameters["long_factor"]),

@@ -95,33 +95,45 @@ def test_new_config_style_equals_old_style(name, tmp_path):
     assert dataclasses.replace(read_architecture(tmp_path), dtype="bfloat16") == expected
 
 
-_GEMMA4 = re.compile(r"(layers\.\d+)\.(router|experts)(?:\.proj)?(?=\.)")
+_RENAMED = {
+    r"(layers\.\d+)\.(router|experts)(?:\.proj)?(?=\.)": r"\1.mlp.\2",  # Gemma 4
+    r"\.block_sparse_moe\.": ".mlp.",
+    r"\.shared_mlp\.input_linear\.": ".mlp.gate_up_proj.",
+    r"\.shared_mlp\.output_linear\.": ".mlp.down_proj.",
+    r"model\.embeddings\.": "model.embed_tokens.",  # Nemotron-H
+    r"model\.norm_f\.": "model.norm.",
+    r"(layers\.\d+)\.norm\.": r"\1.input_layernorm.",
+    r"\.mixer\.(?=[qkvo]_proj)": ".self_attn.",
+    r"\.mixer\.(?=up_proj|down_proj|gate|experts|shared_experts)": ".mlp.",
+    r"\.mixer\.": ".mamba.",
+}
+
+
+def renamed(name):
+    """Return octavo's name of a parameter of transformers."""
+    for theirs, ours in _RENAMED.items():
+        name = re.sub(theirs, ours, name)
+    for theirs, ours in LFM2_PARTS.items():
+        name = name.replace(theirs, ours)
+    return name
 
 
 @pytest.mark.sweep(20)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_tensor_shapes_equal_transformers(name, tied, tmp_path):
-    """Only Granite-MoE, Gemma 4 and LFM2 have other names."""
+    """Transformers never ties the embeddings of Nemotron-H."""
+    tied = tied and name != "NemotronHForCausalLM"
     config = tiny_config(name, attention_bias=True, mlp_bias=True, tie_word_embeddings=tied)
     architecture = read_architecture(write(tmp_path, config))
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
     expected = {}
     for key, parameter in model.named_parameters():
-        ours = named_like_llama(_GEMMA4.sub(r"\1.mlp.\2", key.replace(".block_sparse_moe.", ".mlp.")))
-        expected |= shapes_of_experts(ours, tuple(parameter.shape), is_transposed=name == "GptOssForCausalLM")
+        expected |= shapes_of_experts(renamed(key), tuple(parameter.shape), is_transposed=name == "GptOssForCausalLM")
     names = ("score_correction_bias", "layer_scalar", ".expert_bias")
-    buffers = {key: tuple(each.shape) for key, each in model.named_buffers() if key.endswith(names)}
-    biases = {named_like_llama(key): shape for key, shape in buffers.items()}
+    biases = {renamed(key): tuple(each.shape) for key, each in model.named_buffers() if key.endswith(names)}
     assert architecture.tensor_shapes() == expected | biases
     assert architecture.num_parameters == model.num_parameters() + sum(map(math.prod, biases.values()))
-
-
-def named_like_llama(name):
-    """Return the name in place of LFM2's."""
-    for theirs, ours in LFM2_PARTS.items():
-        name = name.replace(theirs, ours)
-    return name
 
 
 def shapes_of_experts(name, shape, *, is_transposed):

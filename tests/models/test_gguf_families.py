@@ -20,6 +20,7 @@ from octavo.models.gguf_weights import GGUFWeights
 from octavo.models.random_weights import tiny_config
 from octavo.models.registry import architecture_of
 from octavo.models.rope import make_cos_sin
+from octavo.models.rope_config import RopeConfig
 
 PATH = Path("model.gguf")
 BY_NAME = {case.name: case for case in (*CASES, *MORE_CASES)}
@@ -30,7 +31,8 @@ ARCHITECTURES = {
     "Qwen3Moe": "qwen3moe", "Mixtral": "llama", "Olmoe": "olmoe", "GptOss": "gpt-oss",
     "DeepseekV2": "deepseek2", "DeepseekV3": "deepseek2", "Glm4MoeLite": "deepseek2",
     "Glm4Moe": "glm4moe", "GraniteMoe": "granitemoe", "Lfm2": "lfm2", "Lfm2Moe": "lfm2moe",
-    "Qwen3_5": "qwen35", "Qwen3_5Moe": "qwen35moe", "Qwen3Next": "qwen3next",
+    "Qwen3_5": "qwen35", "Qwen3_5Moe": "qwen35moe", "Qwen3Next": "qwen3next", "GraniteMoeHybrid": "granitehybrid",
+    "NemotronH": "nemotron_h",
 }  # fmt: skip
 # The configurations compared with transformers that a GGUF file can represent.
 CONFIGS = {name: BY_NAME[name].full_config for name in (
@@ -43,6 +45,8 @@ CONFIGS = {name: BY_NAME[name].full_config for name in (
     "gpt-oss-5-experts-of-which-3", "deepseek-v2-2-of-4-groups", "deepseek-v2-lite-3-of-5",
     "deepseek-v3-yarn-choice-bias", "glm-4.5-3-of-5-groups-dense-first", "granite-moe-3-of-7",
     "gemma4-heads-of-512", "gemma4-shared-kv-double-wide", "gemma4-3-of-7-experts",
+    "granite-4-h-3-of-7-experts", "granite-4-h-dense-tied-groups-biases",
+    "nemotron-h-wide-heads", "nemotron-h-neighbours-of-one-kind-biases", "nemotron-3-3-of-8-experts-in-groups",
     "gemma4-one-expert-shared-kv-embeddings", "lfm2-7-layers-3-per-kv", "lfm2-adjusted-mlp-tied-layers-listed",
     "lfm2-old-style-attention-first", "lfm2-moe-3-of-7", "lfm2-moe-5-of-12-head-80",
     "qwen3_5-5-layers-2-values-per-key", "qwen3_5-short-conv-tied",
@@ -55,7 +59,9 @@ _GEMMA3 = {"query_pre_attn_scalar": 32, "sliding_window": WINDOW, "rope_paramete
 }}  # fmt: skip
 CONFIGS["deepseek-v3-yarn-choice-bias"]["rope_parameters"]["mscale"] = 0.8  # files have no value of its own
 CONFIGS["deepseek-v2-lite-3-of-5"]["kv_b_is_split"] = True  # as in today's files
-for each in CONFIGS.values():
+for name, each in CONFIGS.items():
+    if name.startswith(("granite-4-h", "nemotron")):
+        each |= {"decay_is_stored": True, "mlp_is_fused": False}
     if "linear_num_key_heads" in each:
         is_tiled = each["architectures"][0] in delta_net_gguf.TILED
         each |= {"value_heads_are_tiled": is_tiled, "decay_is_stored": True, "delta_inputs_are_joined": False}
@@ -80,14 +86,20 @@ def config_of(file):
     return read_gguf_config(file, *find_gguf_family(file))
 
 
+def architecture_in_file(config):
+    name = config["architectures"][0].removesuffix("ForCausalLM")
+    has_experts = "moe" in config.get("layers_block_type", ())
+    return ARCHITECTURES[name] + ("_moe" if name == "NemotronH" and has_experts else "")
+
+
 def converted(config):
     """Return the file that llama.cpp's conversion would write, without weights; and the factors of longrope."""
     expected = architecture_of(ConfigFile(PATH, config))
     name = config["architectures"][0].removesuffix("ForCausalLM")
-    architecture = ARCHITECTURES[name]
+    architecture = architecture_in_file(config)
     ropes = config.get("rope_parameters") or {"rope_type": "default"}
     rope = dict(ropes.get("full_attention", ropes)) | dict(config.get("rope_scaling") or {})
-    own_rope = expected.attentions[-1].rope
+    own_rope = expected.attentions[-1].rope or RopeConfig()
     rope.setdefault("rope_theta", config.get("rope_theta", own_rope.theta))
     kind = rope.get("type", rope.get("rope_type"))
     partial = own_rope.partial_rotary_factor
@@ -126,6 +138,7 @@ def converted(config):
 
 def stored_name(names, name):
     """Return llama.cpp's name of a tensor; of an expert's matrix the one that octavo gives its part of the tensor."""
+    name = name.replace(".mamba.decay", ".mamba.A_log").replace(".mamba.dt_bias", ".mamba.dt_proj.bias")
     if match := re.fullmatch(r"(.*\.mlp\.experts\.)(\d+)\.(.*)\.(weight|bias)", name):
         whole = names.get_name(match[1] + match[3]) or f"blk.{name.split('.')[2]}.ffn_{match[3][:-5]}_exps"
         return f"{whole}.{match[2]}.{match[4]}"
@@ -174,15 +187,18 @@ def own_keys(name, config, rope):  # noqa: C901, PLR0911, PLR0912 - a case for e
             }
             return keys | {"nextn_predict_layers": 1, "block_count": config["num_hidden_layers"] + 1}
         case "Granite" | "GraniteMoe":
-            experts = {
-                "expert_count": config.get("num_local_experts"),
-                "expert_used_count": config.get("num_experts_per_tok"),
-            }
-            return {key: value for key, value in experts.items() if value} | {
-                "attention.scale": config["attention_multiplier"],
-                "embedding_scale": config["embedding_multiplier"],
-                "residual_scale": config["residual_multiplier"],
-                "logit_scale": config["logits_scaling"],
+            return granite_keys(config)
+        case "GraniteMoeHybrid":
+            is_full = ["attention" in kind.removeprefix("linear_attention") for kind in config["layer_types"]]
+            return granite_keys(config) | {
+                "attention.head_count_kv": [config["num_key_value_heads"] * each for each in is_full],
+                "expert_shared_feed_forward_length": config["shared_intermediate_size"],
+                "rope.scaling.finetuned": False,
+                "ssm.conv_kernel": config["mamba_d_conv"],
+                "ssm.state_size": config["mamba_d_state"],
+                "ssm.group_count": config["mamba_n_groups"],
+                "ssm.inner_size": config["mamba_n_heads"] * config["mamba_d_head"],
+                "ssm.time_step_rank": config["mamba_n_heads"],
             }
         case "Qwen2Moe" | "Qwen3Moe" | "Mixtral" | "Olmoe":
             keys = {
@@ -217,6 +233,8 @@ def own_keys(name, config, rope):  # noqa: C901, PLR0911, PLR0912 - a case for e
                 "rope.scaling.yarn_log_multiplier": rope["mscale_all_dim"] / 10 if "mscale_all_dim" in rope else None,
             }
             return {key: value for key, value in keys.items() if value is not None}
+        case "NemotronH":
+            return nemotron_keys(config)
         case "GptOss":
             return {
                 "expert_count": config["num_local_experts"],
@@ -237,6 +255,53 @@ def own_keys(name, config, rope):  # noqa: C901, PLR0911, PLR0912 - a case for e
             return {"rope.scaling.yarn_log_multiplier": log_multiplier, "attention.temperature_scale": beta}
         case _:
             return {}
+
+
+def granite_keys(config):
+    experts = {
+        "expert_count": config.get("num_local_experts"),
+        "expert_used_count": config.get("num_experts_per_tok"),
+    }
+    return {key: value for key, value in experts.items() if value} | {
+        "attention.scale": config["attention_multiplier"],
+        "embedding_scale": config["embedding_multiplier"],
+        "residual_scale": config["residual_multiplier"],
+        "logit_scale": config["logits_scaling"],
+    }
+
+
+def nemotron_keys(config):
+    kinds = config.get("layers_block_type") or config["hybrid_override_pattern"]
+    is_full, is_moe = (
+        [each in {"*", "attention", "full_attention"} for each in kinds],
+        [each == "moe" for each in kinds],
+    )
+    sizes = [config["intermediate_size"] * (each == "-") for each in kinds]
+    keys = {
+        "attention.head_count_kv": [config["num_key_value_heads"] * each for each in is_full],
+        "attention.layer_norm_rms_epsilon": config["layer_norm_epsilon"],
+        "attention.layer_norm_epsilon": config["layer_norm_epsilon"],
+        "feed_forward_length": sizes,
+        "ssm.conv_kernel": config.get("conv_kernel", 4),
+        "ssm.state_size": config["ssm_state_size"],
+        "ssm.group_count": config["n_groups"],
+        "ssm.inner_size": config["mamba_num_heads"] * config["mamba_head_dim"],
+        "ssm.time_step_rank": config["mamba_num_heads"],
+    }
+    if not any(is_moe):
+        return keys
+    return keys | {
+        "feed_forward_length": [config["moe_intermediate_size"] * each for each in is_moe],
+        "expert_count": config["n_routed_experts"],
+        "expert_used_count": config["num_experts_per_tok"],
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "expert_shared_feed_forward_length": config["moe_shared_expert_intermediate_size"],
+        "expert_shared_count": 1,
+        "expert_weights_norm": True,
+        "expert_weights_scale": config["routed_scaling_factor"],
+        "expert_group_count": config["n_group"],
+        "expert_group_used_count": config["topk_group"],
+    }
 
 
 def lfm2_keys(name, config, expected):
@@ -383,9 +448,33 @@ def test_yarn_keys_without_yarn_are_ignored_or_refused():
 
 
 def test_configs_cover_every_gguf_family():
-    assert {ARCHITECTURES[config["architectures"][0].removesuffix("ForCausalLM")] for config in CONFIGS.values()} == {
-        *_FAMILIES
-    }
+    assert {*map(architecture_in_file, CONFIGS.values())} == {*_FAMILIES}
+
+
+def test_granite_4_without_mamba_is_read_as_granite():
+    """Its conversion also writes the keys of Mamba-2, and the MLP's size as that of a shared expert."""
+    said = {"ssm.conv_kernel": 4, "ssm.inner_size": 280, "expert_shared_feed_forward_length": 88, "expert_count": 0}
+    file, expected = with_keys(CONFIGS["granite-7-per-kv-head-20"], **said)
+    read = architecture_of(ConfigFile(PATH, config_of(file)))
+    assert read.name == "GraniteForCausalLM"
+    assert {each.mlp.intermediate_size for each in read.layers} == {88}
+    assert [each.attention for each in read.layers] == [each.attention for each in expected.layers]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("attention.head_count_kv", [0, 0, 0, 0, 0], "head_count_kv = 0: must be an integer from 1"),
+        ("attention.head_count_kv", [0, 3, 0, -1, 0], "must have 5 integers of at least 0"),
+        ("ssm.inner_size", 100, "inner_size = 100: must be a multiple of ssm.time_step_rank = 12"),
+        ("ssm.group_count", 5, "mamba_n_groups = 5: must divide mamba_n_heads = 12"),
+        ("ssm.dt_b_c_rms", True, "dt_b_c_rms = True: octavo does not support this"),
+    ],
+)
+def test_other_granite_hybrid_metadata_is_refused(key, value, words):
+    file, _ = with_keys(CONFIGS["granite-4-h-3-of-7-experts"], **{key: value})
+    with pytest.raises(ModelError, match=words):
+        architecture_of(ConfigFile(PATH, config_of(file)))
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,14 @@ def test_configuration_is_refused(name, changes, message, tmp_path):
         read(tmp_path, tiny_config(f"{name}ForCausalLM", **changes))
 
 
+def test_names_of_modules_are_left_as_floats(tmp_path):
+    ignored = ["model.layers.0.feed_forward.w1", "model.layers.*.self_attn.out_proj"]
+    quantization = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ignored}
+    stored = read(tmp_path, tiny_config("Lfm2ForCausalLM", quantization_config=quantization)).stored_floats
+    assert not any(map(stored.covers, ("model.layers.0.mlp.gate_proj", "model.layers.1.self_attn.o_proj")))
+    assert stored.covers("model.layers.0.mlp.up_proj")
+
+
 SMALL = {"vocab_size": 288, "layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}
 PROMPTS = [[index % 281 + 3 for index in range(length)] for length in (1, 2, 3, 17, 60)]
 
@@ -151,5 +159,5 @@ def test_float32_taps_do_not_change_the_dtype_of_a_gguf_file(tmp_path):
 def test_gguf_file_with_other_taps_is_refused(tmp_path):
     folder = write_checkpoint(tmp_path / "folder", tiny_config("Lfm2ForCausalLM", **SMALL))
     file = write_gguf(folder, tmp_path / "model.gguf", changes={"lfm2.shortconv.l_cache": 4})
-    with pytest.raises(ModelError, match=r"blk.0.shortconv.conv.weight has the shape \[64, 3\]"):
+    with pytest.raises(ModelError, match=r"blk.0.shortconv.conv.weight has the shape \[64, 1, 3\]"):
         generate_staggered(file, PROMPTS, 1)

@@ -283,7 +283,110 @@ def linear_heads(num_key_heads: int, num_value_heads: int, key_dim: int, value_d
     }
 
 
+def mamba_heads(num_heads: int, head_dim: int, state_size: int, num_groups: int) -> dict[str, int]:
+    return {
+        "mamba_n_heads": num_heads,
+        "mamba_d_head": head_dim,
+        "mamba_d_state": state_size,
+        "mamba_n_groups": num_groups,
+    }
+
+
+def pattern(letters: str, num_heads: int, head_dim: int, state_size: int, num_groups: int) -> dict[str, Any]:
+    return {
+        "hybrid_override_pattern": letters,
+        "num_hidden_layers": len(letters),
+        "mamba_num_heads": num_heads,
+        "mamba_head_dim": head_dim,
+        "ssm_state_size": state_size,
+        "n_groups": num_groups,
+    }
+
+
+MAMBA = ("decay", "taps", "mamba_gate", "mamba_inputs", "mamba_steps", "mamba_norm")
 MORE_CASES = (
+    Case(
+        "granite-4-h-3-of-7-experts",
+        "GraniteMoeHybrid",
+        0,
+        heads(96, 6, 3, 16)
+        | GRANITE
+        | mamba_heads(12, 16, 40, 1)
+        | {"num_local_experts": 7, "num_experts_per_tok": 3, "num_hidden_layers": 5}
+        | {"layer_types": ["mamba", "mamba", "attention", "mamba", "mamba"]},
+        (*MAMBA, "mamba_skip", "granite_experts", "granite_router", "shared_mlp", "residual", "attention_scale"),
+        altered_logits=("logits_scaling",),
+    ),
+    Case(
+        "granite-4-h-dense-tied-groups-biases",
+        "GraniteMoeHybrid",
+        0,
+        heads(64, 4, 2, 40)
+        | GRANITE
+        | mamba_heads(8, 16, 8, 4)
+        | TIED
+        | {"num_local_experts": 0, "shared_intermediate_size": 512, "mamba_proj_bias": True, "mamba_d_conv": 7}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+        (*MAMBA, "mamba_bias", "conv_bias", "shared_mlp", "tied"),
+    ),
+    Case(
+        "granite-4-h-step-limits-no-conv-bias",
+        "GraniteMoeHybrid",
+        0,
+        heads(112, 7, 1, 16)
+        | GRANITE
+        | mamba_heads(2, 112, 33, 2)
+        | {"num_local_experts": 0, "mamba_conv_bias": False, "mamba_d_conv": 2, "time_step_limit": [0.6, 0.75]}
+        | {"attention_bias": True, "layer_types": ["full_attention", "linear_attention"]},
+        ("decay", "taps", "step_limits", "mamba_inputs", "mamba_skip", "bias"),
+    ),
+    Case(
+        "nemotron-h-wide-heads",
+        "NemotronH",
+        0,
+        heads(96, 6, 3, 32) | pattern("M-M*-M-", 12, 16, 40, 2),
+        (*MAMBA, "mamba_skip", "conv_bias", "step_bias", "up_projection", "grouping"),
+    ),
+    Case(
+        "nemotron-h-neighbours-of-one-kind-biases",
+        "NemotronH",
+        0,
+        heads(64, 4, 2, 40)
+        | pattern("M---MM**-M", 2, 80, 7, 1)
+        | {"use_bias": True, "mlp_bias": True, "conv_kernel": 7, "layer_norm_epsilon": 1e-3},
+        (*MAMBA, "mamba_bias", "bias", "up_projection", "epsilon"),
+    ),
+    Case(
+        "nemotron-3-3-of-8-experts-in-groups",
+        "NemotronH",
+        0,
+        heads(112, 7, 1, 16)
+        | pattern("", 8, 32, 33, 8)
+        | {"layers_block_type": ["mamba", "moe", "linear_attention", "attention", "moe", "full_attention", "moe"]}
+        | {"num_hidden_layers": 7, "n_group": 4, "topk_group": 2},
+        (*MAMBA, "experts", "router", "shared_experts", "choice_bias", "groups", "routed_scale", "normalizing"),
+    ),
+    Case(
+        "nemotron-3-step-limit-every-kind",
+        "NemotronH",
+        0,
+        heads(160, 4, 4, 24)
+        | pattern("E*-M", 3, 48, 16, 3)
+        | {"use_conv_bias": False, "time_step_min": 0.7, "norm_topk_prob": False, "conv_kernel": 2}
+        | {"num_experts_per_tok": 1, "n_routed_experts": 5},
+        ("decay", "taps", "least_step", "experts", "router", "up_projection", "normalizing"),
+    ),
+    Case(
+        "granite-4-without-mamba-rope",
+        "GraniteMoeHybrid",
+        0,
+        heads(160, 4, 2, 40)
+        | GRANITE
+        | mamba_heads(8, 40, 8, 1)
+        | {"num_local_experts": 0, "position_embedding_type": "rope", "rope_theta": 1e4}
+        | {"layer_types": ["attention"] * 3, "num_hidden_layers": 3},
+        ("shared_mlp", "theta", "rotation", "residual", "attention_scale", "grouping"),
+    ),
     Case(
         "lfm2-7-layers-3-per-kv",
         "Lfm2",

@@ -113,7 +113,7 @@ def _passes(item: pytest.Item) -> bool:
 def _worlds(count: int) -> list[Check]:
     if not count:
         return []
-    from simulation.world import draw_config, draw_windowed, run_world
+    from simulation.world import draw_config, draw_recurrent, draw_stored_states, draw_windowed, run_world
 
     def passes(name: str, draw: Callable[[random.Random, int], WorldConfig]) -> bool:
         try:
@@ -122,7 +122,8 @@ def _worlds(count: int) -> list[Check]:
             return False
         return True
 
-    worlds = [(f"world {index}", draw_windowed if index % 2 else draw_config) for index in range(count)]
+    draws = draw_config, draw_windowed, draw_recurrent, draw_stored_states
+    worlds = [(f"world {index}", draws[index % 4]) for index in range(count)]
     return [Check(name, lambda name=name, draw=draw: passes(name, draw)) for name, draw in worlds]
 
 

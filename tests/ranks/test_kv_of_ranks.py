@@ -22,7 +22,7 @@ from octavo.kv_transfer.memory import GlobalKVPool, MemoryStore
 from octavo.kv_transfer.tiers import TieredStore
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import read_architecture
-from octavo.models.split import Share
+from octavo.models.share import Share
 from octavo.ranks import leader, messages, shared_kv
 from octavo.ranks.shared_kv import BlocksOfRanks, SharedKV
 from octavo.worker.host_copies import Passed

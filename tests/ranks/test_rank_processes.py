@@ -21,7 +21,8 @@ from octavo import LLM, SamplingParams, build
 from octavo.config import DeviceConfig, EngineConfig, ModelConfig
 from octavo.errors import ConfigError, EngineDeadError, ModelError
 from octavo.models.random_weights import tiny_config, write_checkpoint
-from octavo.models.split import Share, split_layer
+from octavo.models.share import Share
+from octavo.models.split import split_layer
 from octavo.ranks import follower, leader, messages
 from octavo.startup.launch import ServedModel, launch_engine
 

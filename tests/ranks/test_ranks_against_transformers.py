@@ -25,6 +25,12 @@ TIE = 1e-4  # both sides compute logits to about 1e-5
         ("Qwen3MoeForCausalLM", 2, True),
         ("DeepseekV3ForCausalLM", 4, True),
         ("GptOssForCausalLM", 2, False),
+        ("Qwen3_5ForCausalLM", 2, False),
+        ("Qwen3NextForCausalLM", 2, True),
+        ("GraniteMoeHybridForCausalLM", 2, True),
+        ("NemotronHForCausalLM", 4, False),
+        ("Lfm2ForCausalLM", 4, False),
+        ("Lfm2MoeForCausalLM", 2, True),
     ],
 )
 def test_greedy_tokens_of_ranks_equal_transformers(family, num_ranks, divides_by_expert, tmp_path, monkeypatch):

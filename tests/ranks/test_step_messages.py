@@ -40,7 +40,7 @@ def test_launch_keeps_configuration_with_paths():
 def test_answers_of_ranks_arrive_as_sent():
     for message in (messages.Loaded("kernels", "model"), messages.Failed("why"), messages.Ready("weights", "draft")):
         assert received(message) == message
-    allocate = messages.Allocate([4, 5], 6, "int8", 7, 8, 2)
+    allocate = messages.Allocate([4, 5], 6, "int8", 7, 8, 2, 9, 10)
     assert sent(allocate) == allocate
 
 
@@ -49,6 +49,7 @@ def test_step_keeps_scheduled_tokens_blocks_and_scores_but_no_sampling_parameter
     scheduled = SchedulerOutput(
         41, [NEW], known, {"r1": 2, "r2": 3}, 5, finished_req_ids={"r3"}, preempted_req_ids={"r4"},
         scheduled_spec_decode_tokens={"r2": [8, 9]}, copies=BlockCopies([(0, 1, 2)], [(1, 2, 3)], [(0, 3, 4)]),
+        state_saves={"r1": [(1, 5), (2, 6)]},
     )  # fmt: skip
     step = sent(messages.Step.of(6, scheduled, {"r2": [1]}))
     assert (step.number, step.sampled) == (6, {"r2": [1]})
@@ -60,6 +61,7 @@ def test_step_keeps_scheduled_tokens_blocks_and_scores_but_no_sampling_parameter
     assert found.finished_req_ids == {"r3", "r4"}
     assert found.scheduled_spec_decode_tokens == {"r2": [8, 9]}
     assert found.copies == scheduled.copies
+    assert found.state_saves == scheduled.state_saves
     [data] = found.scheduled_new_reqs
     for name in (
         "request_id",
@@ -114,7 +116,7 @@ def test_messages_cannot_be_changed():
         messages.Loaded("", ""),
         messages.Failed(""),
         messages.Ready("weights", "draft"),
-        messages.Allocate([], 0, "", 0, 0, 0),
+        messages.Allocate([], 0, "", 0, 0, 0, 0, 0),
     ]
     launch = messages.Launch(EngineConfig(), 1, 2, 3, None, "", None, 1, [], "", 0, "")
     for message in (step, step.new[0], launch, *others):

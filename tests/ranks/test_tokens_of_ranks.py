@@ -15,7 +15,6 @@ import torch
 from gguf_files import write_gguf
 from kernels_available import INSTRUCTION_SETS
 from rank_threads import RankThread
-from recurrent_families import RECURRENT
 from test_exactness import (
     EVERYWHERE,
     NUM_REQUESTS_EVERYWHERE,
@@ -150,7 +149,7 @@ def test_packed_weights_and_fingerprints_of_both_divisions_of_experts_are_apart(
 
 @pytest.mark.sweep(16)
 @pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in RECURRENT])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_of_every_family_give_tokens_of_one_process(family, count, tmp_path):
     path = write_checkpoint(tmp_path / "model", tiny_config(family, vocab_size=500), std=0.1)
     options = {"dtype": "bfloat16"}

@@ -8,6 +8,8 @@ import pkgutil
 import sys
 from pathlib import Path
 
+MODULES = {"qwen", "llama", "olmo", "gpt_oss", "mistral", "deepseek", "glm", "granite", "gemma", "lfm2", "nemotron"}
+
 
 def main() -> None:
     root, checkpoint, output = sys.argv[1:]
@@ -28,18 +30,7 @@ def main() -> None:
             replace(subclass)
 
     for module in pkgutil.iter_modules([f"{root}/conversion"]):
-        if module.name in {
-            "qwen",
-            "llama",
-            "olmo",
-            "gpt_oss",
-            "mistral",
-            "deepseek",
-            "glm",
-            "granite",
-            "gemma",
-            "lfm2",
-        }:
+        if module.name in MODULES:
             importlib.import_module(f"conversion.{module.name}")
     replace(base.TextModel)
     sys.argv = ["convert_hf_to_gguf", checkpoint, "--outfile", output, "--outtype", "f32"]

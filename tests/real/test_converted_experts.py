@@ -24,7 +24,8 @@ PARTS = ("convert_hf_to_gguf.py", "conversion/", "gguf-py/")
 FAMILIES = (
     "Qwen3Moe", "Qwen2Moe", "Mixtral", "Olmoe", "GptOss", "GptOss in MXFP4", "GraniteMoe", "Glm4Moe", "DeepseekV2",
     "DeepseekV3", "Glm4MoeLite", "Gemma4", "Gemma4 without experts", "Lfm2", "Lfm2Moe",
-    "Qwen3_5", "Qwen3_5Moe", "Qwen3Next",
+    "Qwen3_5", "Qwen3_5Moe", "Qwen3Next", "GraniteMoeHybrid", "GraniteMoeHybrid without experts",
+    "GraniteMoeHybrid without Mamba", "NemotronH", "NemotronH without experts",
 )  # fmt: skip
 PREDICTING = ("Qwen3_5", "Qwen3_5Moe", "Qwen3Next")  # with layers of multi-token prediction, which are not loaded
 LATENT = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite")
@@ -33,8 +34,21 @@ SIZES = {
     "num_hidden_layers": 4, "intermediate_size": 160,
 }  # fmt: skip
 
-DENSE_GEMMA4 = {
-    "enable_moe_block": False, "attention_k_eq_v": True, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0,
+# The converter knows only these names of Granite's layers, and these sizes.
+GRANITE_4 = {"layer_types": ["mamba", "attention"], "mamba_n_heads": 12, "mamba_d_head": 16, "head_dim": 16}
+DENSE_GRANITE_4 = GRANITE_4 | {"num_local_experts": 0, "num_experts_per_tok": 0}
+OF_CASE = {
+    "Gemma4 without experts": {
+        "enable_moe_block": False, "attention_k_eq_v": True, "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+    },
+    "Lfm2Moe": {"tie_word_embeddings": True},  # its files have no other head
+    "GraniteMoeHybrid": GRANITE_4,
+    "GraniteMoeHybrid without experts": DENSE_GRANITE_4,
+    "GraniteMoeHybrid without Mamba": DENSE_GRANITE_4
+    | {"layer_types": ["attention"] * 2, "position_embedding_type": "rope"},
+    "NemotronH": {"hybrid_override_pattern": "ME*E"},
+    "NemotronH without experts": {"hybrid_override_pattern": "M-*-"},
 }  # fmt: skip
 
 
@@ -53,24 +67,7 @@ def llama_cpp(tmp_path_factory):
 
 @pytest.mark.parametrize("case", drawn(FAMILIES, SCALE))
 def test_tokens_of_converted_experts_equal_those_of_folder(case, llama_cpp, tmp_path):
-    family = case.split()[0]
-    config = tiny_config(f"{family}ForCausalLM", **SIZES)
-    if family in LATENT:
-        config |= {"num_key_value_heads": SIZES["num_attention_heads"], "head_dim": config["qk_rope_head_dim"]}
-    if family == "GraniteMoe":  # its files have no other head_dim
-        config["head_dim"] = SIZES["hidden_size"] // SIZES["num_attention_heads"]
-    if "global_head_dim" in config:  # the converter needs another one than head_dim
-        config["global_head_dim"] = 2 * SIZES["head_dim"]
-    if family == "Lfm2Moe":  # its files have no other head
-        config["tie_word_embeddings"] = True
-    if "without" in case:
-        config |= DENSE_GEMMA4
-    if "mlp_layer_types" in config:
-        config |= {"mlp_layer_types": ["dense", *["sparse"] * 3], "first_k_dense_replace": 1}
-    if family in PREDICTING:
-        config["mtp_num_hidden_layers"] = 1
-    if "layer_types" in config:
-        config["layer_types"] = (config["layer_types"] * 2)[: SIZES["num_hidden_layers"]]
+    family, config = case.split()[0], config_of(case)
     folder, file = write_checkpoint(tmp_path / "folder", config, std=0.1), tmp_path / "model.gguf"
     if family in PREDICTING:
         add_prediction_layer(folder)
@@ -85,6 +82,26 @@ def test_tokens_of_converted_experts_equal_those_of_folder(case, llama_cpp, tmp_
     tokens = tokens_of(folder)
     assert tokens_of(file) == tokens
     assert len({*map(tuple, tokens)}) == len(tokens)
+
+
+def config_of(case):
+    """Return a configuration that the converter can read."""
+    family = case.split()[0]
+    config = tiny_config(f"{family}ForCausalLM", **SIZES)
+    if family in LATENT:
+        config |= {"num_key_value_heads": SIZES["num_attention_heads"], "head_dim": config["qk_rope_head_dim"]}
+    if family == "GraniteMoe":  # its files have no other head_dim
+        config["head_dim"] = SIZES["hidden_size"] // SIZES["num_attention_heads"]
+    if "global_head_dim" in config:  # the converter needs another one than head_dim
+        config["global_head_dim"] = 2 * SIZES["head_dim"]
+    config |= OF_CASE.get(case, {})
+    if "mlp_layer_types" in config:
+        config |= {"mlp_layer_types": ["dense", *["sparse"] * 3], "first_k_dense_replace": 1}
+    if family in PREDICTING:
+        config["mtp_num_hidden_layers"] = 1
+    if "layer_types" in config:
+        config["layer_types"] = (config["layer_types"] * 2)[: SIZES["num_hidden_layers"]]
+    return config
 
 
 def add_prediction_layer(folder):

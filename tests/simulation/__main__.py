@@ -23,6 +23,7 @@ from simulation.world import (
     draw_config,
     draw_recurrent,
     draw_stored,
+    draw_stored_states,
     draw_two_windows,
     draw_windowed,
 )
@@ -37,6 +38,7 @@ DRAWS: dict[str, Draw] = {
     "two windows": draw_two_windows,
     "async": draw_async,
     "recurrent": draw_recurrent,
+    "stored states": draw_stored_states,
 }
 
 

@@ -35,6 +35,7 @@ CONFIGS = tuple(
         ("deadline", "reservation", "recompute", "prefill_first", {}),
         ("fcfs", "optimistic", "swap", "mixed", {"window": 2, "max_num_batched_tokens": 3}),  # with three window blocks
         ("fair", "reservation", "recompute", "mixed", {"window": 3, "max_num_batched_tokens": 3}),
+        ("fcfs", "optimistic", "recompute", "mixed", {"has_states": True, "num_spare_states": 1, "num_host_blocks": 0}),
     )
 )
 
@@ -70,11 +71,10 @@ def live(story: Story) -> None:
     config = WorldConfig(
         num_blocks=4,
         block_size=2,
-        num_host_blocks=2,
         max_num_seqs=3,
         remote_rate=0.0,
         draft_rate=0.0,
-        **{"max_num_batched_tokens": 5, **options},  # type: ignore[arg-type]
+        **{"num_host_blocks": 2, "max_num_batched_tokens": 5, **options},  # type: ignore[arg-type]
     )
     world = World("exhaustive", config)
     world.healed = True

@@ -98,8 +98,18 @@ class Oracle:
 
     def block_contents(self, size: int) -> list[list[int]]:
         """Return the contents of each full block as a store keeps them: those of each group, in the order of groups."""
-        starts, groups = range(0, self.length // size * size, size), (self.contents, *self.more_contents)
+        of_tokens = [contents for kind, contents in self._groups if not isinstance(kind, RecurrentStates)]
+        starts, groups = range(0, self.length // size * size, size), (self.contents, *of_tokens)
         return [[content for contents in groups for content in contents[i : i + size]] for i in starts]
+
+    def states_after_blocks(self, size: int) -> list[int]:
+        """Return the recurrent states after each block that another token follows."""
+        states = [contents for kind, contents in self._groups if isinstance(kind, RecurrentStates)]
+        return [contents[end - 1] for contents in states for end in range(size, self.length, size)]
+
+    @property
+    def _groups(self) -> list[tuple[KVGroupKind, list[int]]]:
+        return [*zip(self.kinds, self.more_contents, strict=True)]
 
     def next_token(self) -> int:
         """Return the next token."""
@@ -222,9 +232,7 @@ class HashWorker:
         size, blocks, table = self.block_size, self.memory[0], row.tables[0]
         start, tokens = row.computed, row.tokens + drafts
         content = blocks[table[(start - 1) // size]][(start - 1) % size] if start else 0
-        row.kept = row.kept[: max(start - row.num_in_state, 0)]
-        if row.num_in_state > start:
-            row.num_in_state = POISON  # a state that includes later rows: no replay corrects it
+        self._drop_rows(row, start)
         for position in range(start, start + count):
             for index, kind in enumerate(self.kinds):
                 if isinstance(kind, RecurrentStates):
@@ -249,6 +257,12 @@ class HashWorker:
             total += contents[num_known + index] * _WEIGHTS[num_known + index]
             sampled.append(total % VOCAB_SIZE)
         return sampled
+
+    def _drop_rows(self, row: Row, start: int) -> None:
+        """Drop the kept rows from position `start` on: they were rejected, or are computed again."""
+        row.kept = row.kept[: max(start - row.num_in_state, 0)]
+        if row.num_in_state > start:
+            row.num_in_state = POISON  # a state that includes later rows: no replay corrects it
 
     def _states(self, row: Row) -> list[int]:
         """Return the stored state of a row's sequence, and the states after the kept rows."""

@@ -19,13 +19,22 @@ from octavo.ranks.following_runner import FollowingRunner
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.sampler import is_simple
 from simulation.hash_model import HashWorker
-from simulation.world import SimulationError, draw_async, draw_config, draw_two_windows, draw_windowed, run_world
+from simulation.world import (
+    SimulationError,
+    draw_async,
+    draw_config,
+    draw_recurrent,
+    draw_two_windows,
+    draw_windowed,
+    run_world,
+)
 
 if TYPE_CHECKING:
     from octavo.data.model_output import ModelOutput
     from octavo.data.scheduler_output import BlockCopies, NewRequestData, SchedulerOutput
     from octavo.kernels.interface import AttentionBatch, SamplingRows
     from octavo.worker.input_batch import ModelInputs
+    from simulation.hash_model import Row
     from simulation.world import WorldConfig
 
 FAULTS = ("lost", "doubled", "one step late", "with another number")
@@ -40,8 +49,16 @@ class RankFailedError(Exception):
 
 def draw_ranked(rng: random.Random, num_steps: int = 300) -> WorldConfig:
     """Draw a configuration with two ranks, which end after any failed step, and postpone no tokens of steps ahead."""
-    draw = rng.choice([draw_config, draw_config, draw_windowed, draw_two_windows, draw_async])
-    config = draw(rng, num_steps)
+    draw = rng.choice([draw_config, draw_config, draw_windowed, draw_two_windows, draw_async, draw_recurrent])
+    return _on_ranks(draw(rng, num_steps))
+
+
+def draw_ranked_recurrent(rng: random.Random, num_steps: int = 300) -> WorldConfig:
+    """Draw such a configuration of a model with recurrent layers."""
+    return _on_ranks(draw_recurrent(rng, num_steps))
+
+
+def _on_ranks(config: WorldConfig) -> WorldConfig:
     postpone_rate = 0.0 if config.async_scheduling else config.postpone_rate
     return replace(config, has_ranks=True, step_failure_rate=0.0, remote_rate=0.0, postpone_rate=postpone_rate)
 
@@ -62,7 +79,10 @@ class RankedWorker(HashWorker):
     """Rank 0, rank 1, and the messages between them."""
 
     def __init__(self, seed: str, config: WorldConfig, num_blocks: list[int]) -> None:
-        super().__init__(num_blocks, config.block_size, config.num_host_blocks, config.kinds)
+        super().__init__(num_blocks, config.block_size, config.num_host_blocks, config.kinds, config.num_host_states)
+        self._has_states = config.has_states
+        self._stored: list[int] = []  # rows in the state of each request of a step, before the step
+        self._kept: dict[int, tuple[str, int, int]] = {}  # rank 1's kept rows: request, position, token
         self._fault, self._rng = config.message_fault, random.Random(seed + "messages")
         self._has_fault = False
         self._num_messages = self._num_passes = 0
@@ -76,10 +96,11 @@ class RankedWorker(HashWorker):
             block_size=config.block_size,
             num_groups=len(num_blocks),
             num_scratch_blocks=_NUM_SCRATCH_BLOCKS,
+            num_kept_rows=(1 + config.max_drafts) * config.has_states,
         )
         self._rank = _Rank(batch)
         self._drafter = _Drafter(batch)
-        self._num_drafts = _MOST_DRAFTS if config.postpone_rate == 0 else 0
+        self._num_drafts = _MOST_DRAFTS if config.postpone_rate == 0 and not config.has_states else 0
         count = config.max_num_seqs * _NUM_SCRATCH_BLOCKS
         scratch = [size + np.arange(count, dtype=np.int32).reshape(-1, _NUM_SCRATCH_BLOCKS) for size in num_blocks]
         parts: Any = self._rank, batch, lambda _: None, self._drafter, scratch
@@ -98,16 +119,23 @@ class RankedWorker(HashWorker):
         if not is_faulty and self._rank.copies != [scheduled.copies]:
             raise SimulationError(f"rank 1 copied {self._rank.copies} instead of {scheduled.copies}")
         self._rank.copies.clear()
+        self._stored.clear()
         result = super().execute(scheduled)
         if scheduled.num_scheduled_tokens and not is_faulty:
             self._num_passes += 1
             if self._rank.num_passes != self._num_passes:
                 raise SimulationError(f"rank 1 did {self._rank.num_passes} passes, and rank 0 {self._num_passes}")
             self._compare(scheduled, result.sampled_token_ids)
+            if self._has_states:
+                self._compare_states(scheduled, result.sampled_token_ids)
         self._sampled = {request_id: list(tokens) for request_id, tokens in result.sampled_token_ids.items()}
         if not self._has_fault and self._rng.random() < _DRAFT_RATE:
             self._draft([name for name in self._sampled if name in self._rank.batch.requests])
         return result
+
+    def _compute(self, row: Row, count: int, drafts: list[int], saves: list[tuple[int, int]]) -> list[int]:
+        self._stored.append(row.num_in_state)
+        return super()._compute(row, count, drafts, saves)
 
     def _draft(self, names: list[str]) -> None:
         """Send passes of a draft model, as for a random part of the requests. Each pass adds a guess."""
@@ -190,7 +218,7 @@ class RankedWorker(HashWorker):
                 [(known + drafts)[position] for position in positions],
                 [*positions],
                 is_sampled,
-                *(self._places(table, group, positions) for group, table in enumerate(row.tables)),
+                *(self._places(table, group, positions) for group, table in enumerate(self._tables(row))),
             ]
             end = start + len(positions)
             found = [
@@ -220,6 +248,41 @@ class RankedWorker(HashWorker):
         ]
         if self._rank.sampling != rows:
             raise SimulationError(f"rank 1 samples with {self._rank.sampling} instead of {rows}")
+
+    def _compare_states(self, scheduled: SchedulerOutput, sampled: dict[str, list[int]]) -> None:
+        """Raise `SimulationError` if rank 1 advances, saves or keeps other states than rank 0."""
+        inputs = self._rank.batch.newest_inputs()
+        states = inputs.attention.states
+        if states is None:
+            raise SimulationError("rank 1 advances no states")
+        names = [request.request_id for request in inputs.requests]
+        of_row = [name for name in names for _ in range(scheduled.num_scheduled_tokens[name])]
+        columns = inputs.attention.positions.tolist(), inputs.token_ids.tolist()
+        rows = list(zip(of_row, *columns, strict=True))
+        sources = [self._kept[-1 - each] if each < 0 else rows[each] for each in states.sources.tolist()]
+        starts, saved = states.query_start.tolist(), (states.saved_rows.tolist(), states.saved_slots.tolist())
+        slots = states.read_slots.tolist(), states.write_slots.tolist(), states.write_rows.tolist()
+        kept: list[tuple[str, int, int]] = []
+        stored = dict(zip(scheduled.num_scheduled_tokens, self._stored, strict=True))
+        for name, first, end, *found in zip(names, starts[:-1], starts[1:], *slots, strict=True):
+            row, before, drafts = self.rows[name], stored[name], scheduled.scheduled_spec_decode_tokens.get(name, [])
+            known = row.tokens[: len(row.tokens) - len(sampled.get(name, []))] + drafts
+            computed = row.computed + scheduled.num_scheduled_tokens[name]
+            slot, num_new = row.tables[-1][0], row.num_in_state - before
+            expected = [slot if before else -1, slot if num_new else -1, num_new]
+            saves = [(before + at + 1 - first, to) for at, to in zip(*saved, strict=True) if first <= at < end]
+            if found != expected or saves != scheduled.state_saves.get(name, []):
+                raise SimulationError(f"{name}: rank 1 has states {found} and saves {saves} instead of {expected}")
+            if sources[first:end] != [(name, position, known[position]) for position in range(before, computed)]:
+                raise SimulationError(f"{name}: rank 1 advances the state by {sources[first:end]} from {before} on")
+            kept += [(name, position, known[position]) for position in range(row.num_in_state, computed)]
+        if [rows[each] for each in states.keep_from.tolist()] != kept:
+            raise SimulationError(f"rank 1 keeps {[rows[each] for each in states.keep_from.tolist()]} and not {kept}")
+        self._kept |= dict(zip(states.keep_to.tolist(), kept, strict=True))
+
+    def _tables(self, row: Row) -> list[list[int]]:
+        """Return the block tables of a request, without its slot."""
+        return row.tables[:-1] if self._has_states else row.tables
 
     def _places(self, table: list[int], group: int, positions: range) -> tuple[list[int], list[int]]:
         """Return the slots to write, and the blocks to read."""

@@ -2,7 +2,7 @@
 
 Bytes move slot by slot over several steps, so a block that is reused meanwhile is saved with the new content. Each
 record has a checksum over its key and content; checksum and length are checked on load. As in real stores, a block that
-lost its part in the second KV group is saved without it, under its own key.
+lost its part in the second KV group is saved without it, under its own key. A recurrent state is one record.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from octavo.data.kv_groups import RecurrentStates
 from octavo.data.kv_tiers import EndedTransfer
 from octavo.data.scheduler_output import TransferDirection
 from octavo.kv_transfer.group_parts import key_of_first_group, num_usable
+from octavo.kv_transfer.stored_states import keys_of_state
 
 if TYPE_CHECKING:
     import random
@@ -48,11 +50,16 @@ def checksum(key: bytes, contents: list[int]) -> int:
     return hash((key, *contents))
 
 
+def key_of_state(key: bytes) -> bytes:
+    """Return the key of the state after a block."""
+    return keys_of_state(key, 1)[0]
+
+
 @dataclass(slots=True)
 class Donor:
     """A prefill engine with one prompt. Its blocks arrive one after another, some of them or none.
 
-    contents: of each block.
+    contents: of each block. states: the state after the prompt's blocks, by key, available with the last of them.
 
     is_direct: a load gets the blocks while they are computed; otherwise they go into the store. num_ever: the number of
     blocks after which the engine is gone. leased_until: the step in which it reuses their memory; None: no load has
@@ -64,6 +71,7 @@ class Donor:
     is_direct: bool
     pace: float
     num_ever: int
+    states: dict[bytes, list[int]] = field(default_factory=dict)
     num_there: int = 0
     num_asked: int = 0
     leased_until: int | None = None
@@ -121,15 +129,22 @@ class SimulatedStore:
         self.ordered: set[int] = set()
         self.num_handed_over = 0
         self.num_parts = Counter[str]()  # blocks with the first group only that were saved, and loaded
+        self.num_states = Counter[str]()  # states that were saved, and loaded
+        self.has_states = any(isinstance(kind, RecurrentStates) for kind in worker.kinds)
+        self.kinds = worker.kinds[:-1] if self.has_states else worker.kinds  # of groups with blocks of tokens
+        self.num_groups = 1 + len(self.kinds)
         self.breaches: list[str] = []
 
-    def hand_over(self, name: str, keys: list[bytes], contents: list[list[int]]) -> None:
-        """Start the computation of a request's prompt by another engine."""
+    def hand_over(self, name: str, keys: list[bytes], contents: list[list[int]], states: list[int]) -> None:
+        """Start the computation of a request's prompt by another engine. states: after each usable block."""
         num_ever = self.rng.choice([len(keys), len(keys), len(keys), self.rng.randint(0, len(keys))])
         if num_ever < len(keys):
             self._count("a prefill engine that is gone")
         pace = self.rng.choice([0.1, 0.5, 1.0])
-        self.donors[name] = Donor(keys, contents, self.rng.random() < 0.5, pace, num_ever)
+        is_direct = self.rng.random() < 0.5 and not self.has_states
+        self.donors[name] = Donor(keys, contents, is_direct, pace, num_ever)
+        if states and num_ever == len(keys):
+            self.donors[name].states[keys[len(states) - 1]] = states[-1:]
 
     def _record(self, donor: Donor, index: int) -> Record:
         """Return the record of a donor's block, which may be corrupt."""
@@ -149,6 +164,8 @@ class SimulatedStore:
                 key = donor.keys[donor.num_there]
                 self.records.setdefault(key, self._record(donor, donor.num_there))
             donor.num_there += 1
+            if donor.is_over:
+                self._publish_states(donor.states)
 
     def _renew(self, step: int) -> None:
         """Renew the leases of donors that open transfers wait for."""
@@ -156,10 +173,17 @@ class SimulatedStore:
             if moving.donor is not None:
                 moving.donor.leased_until = step + _LEASE_STEPS
 
-    def publish(self, keys: Sequence[bytes], contents: list[list[int]]) -> None:
-        """Add blocks that another engine saved, some of them with the first group only."""
+    def _publish_states(self, states: dict[bytes, list[int]]) -> None:
+        for key, contents in states.items():
+            name = key_of_state(key)
+            self.records[name] = Record.of(name, contents)
+
+    def publish(self, keys: Sequence[bytes], contents: list[list[int]], states: list[int]) -> None:
+        """Add blocks that another engine saved, some of them with the first group only, and some of the states."""
+        after = zip(keys, states, strict=False)
+        self._publish_states({key: [state] for key, state in after if self.rng.random() < 0.5})
         for key, block in zip(keys, contents, strict=True):
-            if self.worker.kinds and self.rng.random() < 0.3:
+            if self.kinds and self.rng.random() < 0.3:
                 name = key_of_first_group(key)
                 self.records[name] = Record.of(name, block[: self.worker.block_size])
             else:
@@ -192,15 +216,24 @@ class SimulatedStore:
         """Return how many blocks of a sequence, from the `first` on, are stored and allow it to resume after them."""
         worker, is_whole = self.worker, list[bool]()
         for key in keys:
-            if key not in self.records and not (worker.kinds and key_of_first_group(key) in self.records):
+            if key not in self.records and not (self.kinds and key_of_first_group(key) in self.records):
                 break
             is_whole.append(key in self.records)
+        if self.has_states and self.faulty and self.rng.random() < 0.1:
+            self._count("a store that looks for no state")
+        elif self.has_states:
+            size, states = worker.block_size, [key_of_state(key) in self.records for key in keys]
+            most = max((num_tokens - 1) // size - first, 0)
+            for count in range(min(most, len(is_whole)), 0, -1):
+                if states[count - 1] and num_usable(is_whole[:count], first, num_tokens, size, self.kinds) == count:
+                    return count
+            return 0
         if False not in is_whole:
             return len(is_whole)
         if self.faulty and self.rng.random() < 0.2:
             self._count("a store that takes blocks of the first group for whole ones")
             return len(is_whole)
-        return num_usable(is_whole, first, num_tokens, worker.block_size, worker.kinds)
+        return num_usable(is_whole, first, num_tokens, worker.block_size, self.kinds)
 
     def _expected(self, donor: Donor, request: Request, num_computed_tokens: int) -> int | None:
         """Offer the blocks that a donor computes; None while those that go through the store are awaited."""
@@ -209,7 +242,11 @@ class SimulatedStore:
         if donor.is_direct:
             return len(keys) * self.worker.block_size
         donor.num_asked += 1
-        count = next((i for i, key in enumerate(keys) if key not in self.records), len(keys))
+        if self.has_states:
+            most = (request.num_prompt_tokens - 1) // self.worker.block_size - first
+            count, keys = self._num_found(keys, first, request.num_prompt_tokens), keys[: max(most, 0)]
+        else:
+            count = next((i for i, key in enumerate(keys) if key not in self.records), len(keys))
         if count < len(keys) and donor.num_asked < _MAX_ASKED:
             return None
         return count * self.worker.block_size
@@ -229,6 +266,11 @@ class SimulatedStore:
             lacking = (key for key in lacking if key_of_first_group(key) not in self.records)
         return {key for key in lacking if self.rng.random() < 0.8}
 
+    def states_to_save(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Want most of the states that are not stored."""
+        lacking = (key for key in keys if self.rate and key_of_state(key) not in self.records)
+        return {key for key in lacking if self.rng.random() < 0.8}
+
     def transfer_ordered(self, transfer: KVTransfer) -> None:
         """Record the transfer: it comes with the step."""
         self.ordered.add(transfer.transfer_id)
@@ -242,6 +284,7 @@ class SimulatedStore:
             for key in transfer.keys[num_blocks:]:
                 self.records.pop(key, None)
                 self.records.pop(key_of_first_group(key), None)
+                self.records.pop(key_of_state(key), None)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> None:
         """Forget the request."""
@@ -286,7 +329,7 @@ class SimulatedStore:
         if self.faulty and self.rng.random() < 0.2:
             outcome = self.rng.choice(["failed", "lost"])
             self._count(f"{outcome} {order.direction.value}")
-        blank = [[_UNREAD] * self.worker.block_size * len(self.worker.memory) for _ in order.keys]
+        blank = [[_UNREAD] * self.worker.block_size * self.num_groups for _ in order.keys]
         moving = Moving(order, step + self.rng.randint(0, self.max_steps), outcome, blank)
         donor = self.donors.get(order.request_id or "")
         if donor is not None and donor.is_direct and order.keys[-1] in donor.keys:
@@ -331,6 +374,10 @@ class SimulatedStore:
                 contents = read if name == key else read[: self.worker.block_size]
                 self.records[name] = Record.of(name, contents[:])
                 self.num_parts["saved"] += name != key
+        for index, slot in moving.order.states.items() if is_whole else ():
+            name = key_of_state(moving.order.keys[index])
+            self.records[name] = Record.of(name, self.worker.memory[-1][slot][:1])
+            self.num_states["saved"] += 1
         return len(moving.order.keys) if is_whole else 0
 
     def _load(self, moving: Moving, *, is_whole: bool) -> int:
@@ -352,9 +399,27 @@ class SimulatedStore:
                     self._count("a record that is refused")
                 return index
             self.num_parts["loaded"] += is_whole and name != key
+        if not self._load_state(moving, is_whole=is_whole):
+            return len(moving.order.keys) - 1
         if is_whole and moving.donor is not None:
             self.num_handed_over += 1
         return len(moving.order.keys) if is_whole else 0
+
+    def _load_state(self, moving: Moving, *, is_whole: bool) -> bool:
+        """Write the state after the last block; return False if its record is missing or invalid."""
+        for index, slot in moving.order.states.items():
+            name = key_of_state(moving.order.keys[index])
+            record = self.records.get(name)
+            if record is not None and record.contents and (is_whole or self.rng.random() < 0.3):
+                self.worker.memory[-1][slot][0] = record.contents[0]
+            is_right = record is not None and checksum(name, record.contents) == record.checksum
+            is_right = is_right and record is not None and len(record.contents) == 1
+            if is_whole and self.checks and not is_right:
+                if record is not None:
+                    self._count("a state that is refused")
+                return False
+            self.num_states["loaded"] += is_whole
+        return True
 
     def _name(self, key: bytes, records: dict[bytes, Record], *, needs_all: bool) -> bytes:
         """Return the key of a block's record: the one for the first group only, if no row reads the other groups."""
@@ -366,13 +431,14 @@ class SimulatedStore:
         """Return where the contents of a transfer's block are: slots of its block in each KV group, or None."""
         slots = range(self.worker.block_size)
         ids = [block_ids[index] for block_ids in order.block_ids]
-        blocks = [None if each < 0 else memory[each] for memory, each in zip(self.worker.memory, ids, strict=True)]
+        memories = self.worker.memory[: self.num_groups]
+        blocks = [None if each < 0 else memory[each] for memory, each in zip(memories, ids, strict=True)]
         return [(block, slot) for block in blocks for slot in slots]
 
     def _spoil(self) -> None:
         """Corrupt one of the stored records."""
         key = self.rng.choice(list(self.records))
-        faults = (*RECORD_FAULTS, _HALVED) if self.worker.kinds else RECORD_FAULTS
+        faults = (*RECORD_FAULTS, _HALVED) if self.kinds else RECORD_FAULTS
         record, fault = self.records[key], self.rng.choice(faults)
         self._count(f"a record that is {fault}")
         other = self.rng.choice(list(self.records.values()))

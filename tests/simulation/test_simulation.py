@@ -20,7 +20,9 @@ from simulation.world import (
     WorldConfig,
     draw_async,
     draw_config,
+    draw_recurrent,
     draw_stored,
+    draw_stored_states,
     draw_two_windows,
     draw_windowed,
     run_world,
@@ -60,6 +62,17 @@ def test_sliding_window_worlds_have_no_wrong_token_or_leak(seed):
     assert not is_stored or min(totals.parts_saved, totals.parts_loaded, totals.dropped_saves) > 0
 
 
+@pytest.mark.turn(8)
+@pytest.mark.sweep(32)
+@pytest.mark.parametrize("seed", range(8))
+def test_worlds_with_stored_states_have_no_wrong_token_or_leak(seed):
+    run = run_seed(f"stored states {seed}", 5000, 1, RunFile(None), draw_stored_states)
+    totals = run.totals
+    assert run.failed is None
+    assert (totals.wrong_tokens, totals.leaked_blocks, totals.unfinished) == (0, 0, 0)
+    assert min(totals.stored_states, totals.loaded_states, totals.state_evictions, totals.state_hits) > 0
+
+
 @pytest.mark.sweep(32)
 @pytest.mark.parametrize("seed", range(8))
 def test_two_window_worlds_have_no_wrong_token_or_leak(seed):
@@ -81,6 +94,18 @@ def test_async_scheduling_worlds_have_no_wrong_token_or_leak(seed):
     assert (totals.wrong_tokens, totals.leaked_blocks, totals.unfinished) == (0, 0, 0)
     assert totals.ahead > 500
     assert min(totals.ahead_with_newcomers, totals.in_vain, totals.given_back, totals.preemptions, totals.swaps) > 0
+
+
+@pytest.mark.turn(8)
+@pytest.mark.sweep(32)
+@pytest.mark.parametrize("seed", range(8))
+def test_recurrent_worlds_have_no_wrong_token_or_leak(seed):
+    run = run_seed(f"recurrent {seed}", 6000, 1, RunFile(None), draw_recurrent)
+    totals = run.totals
+    assert run.failed is None
+    assert (totals.wrong_tokens, totals.leaked_blocks, totals.unfinished) == (0, 0, 0)
+    assert min(totals.state_saves, totals.state_evictions, totals.state_hits) > 0
+    assert min(totals.preemptions, totals.accepted, totals.postponed, totals.ahead) > 0
 
 
 def draw_crowded(rng):
@@ -149,7 +174,7 @@ def test_small_worlds_pass_exhaustive_check(config):
 @pytest.mark.parametrize("part", range(9))
 @pytest.mark.parametrize("config", range(len(exhaustive.CONFIGS)))
 def test_all_small_worlds_pass_exhaustive_check(config, part):
-    assert exhaustive.run_all(configs=[config], part=(part, 9)) == 652_365 // (9 * len(exhaustive.CONFIGS))
+    assert exhaustive.run_all(configs=[config], part=(part, 9)) == 745_560 // (9 * len(exhaustive.CONFIGS))
 
 
 FAULTS = [

@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 
 from octavo.core.kv.block_chains import BlockChains
-from octavo.core.kv.groups import BoundedGroup
+from octavo.core.kv.checkpoints import Checkpoints
+from octavo.core.kv.groups import BoundedGroup, StateGroup
+from octavo.core.kv.manager import KVCacheManager
 from octavo.core.transfer_scheduler import KVTransferScheduler
 from simulation.store import SimulatedStore
-from simulation.world import SimulationError, World, draw_config, draw_stored, run_world
+from simulation.world import SimulationError, World, draw_config, draw_stored, draw_stored_states, run_world
 
 NUM_WORLDS = 15  # of each kind
 SEED = "f"  # a seed with which a few worlds show each fault
@@ -224,3 +226,85 @@ def test_injected_window_fault_is_detected(fault, monkeypatch):
     fault(monkeypatch)
     with pytest.raises(SimulationError):
         run_windows(150)
+
+
+def run_states(num_worlds: int) -> int:
+    """Run worlds of models with recurrent layers; return the number of loaded states."""
+    return sum(
+        run_world(f"{SEED}state:{index}", draw_stored_states(random.Random(index), 150)).loaded_states
+        for index in range(num_worlds)
+    )
+
+
+def save_another_state(patch: pytest.MonkeyPatch) -> None:
+    """The state after another block is saved."""
+    slot_after = Checkpoints.slot_after
+    patch.setattr(
+        Checkpoints, "slot_after", lambda self, block_id: slot_after(self, block_id) and self.group.cached_ids()[0]
+    )
+
+
+def load_the_state_after_the_last_token(patch: pytest.MonkeyPatch) -> None:
+    """The last token is computed although the loaded state includes it."""
+    patch.setattr(
+        KVCacheManager, "most_loaded_tokens", lambda self, num_tokens: num_tokens // self.block_size * self.block_size
+    )
+
+
+def save_what_was_loaded(patch: pytest.MonkeyPatch) -> None:
+    """States in the loaded tokens are saved, as if they were computed."""
+    patch.setattr(StateGroup, "note_loaded", lambda *_: None)
+
+
+def keep_loaded_states_at_once(patch: pytest.MonkeyPatch) -> None:
+    """A checkpoint is found before the loaded state is copied to it."""
+    note_loaded = Checkpoints.note_loaded
+
+    def keep(self, request):
+        note_loaded(self, request)
+        copied = self.group.keep_loaded(request.sequence)
+        if copied is not None:
+            self._copies().block_copies.append((self.group.index, *copied))
+
+    patch.setattr(Checkpoints, "note_loaded", keep)
+
+
+def go_on_without_states(patch: pytest.MonkeyPatch) -> None:
+    """A load without the state is complete."""
+    patch.setattr(SimulatedStore, "_load_state", lambda *_args, **_kwargs: True)
+
+
+def release_saved_states(patch: pytest.MonkeyPatch) -> None:
+    """Slots are reused while they are being saved."""
+    patch.setattr(SimulatedStore, "max_steps", 20)
+    pin = KVCacheManager.pin
+    patch.setattr(KVCacheManager, "pin", lambda self, transfer_id, block_ids, _=(): pin(self, transfer_id, block_ids))
+
+
+@pytest.mark.turn(8)
+def test_worlds_with_stored_states_load_states():
+    assert run_states(10) > 20
+
+
+@pytest.mark.sweep(8)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        believe_everything,
+        count_what_did_not_arrive,
+        save_another_state,
+        load_the_state_after_the_last_token,
+        save_what_was_loaded,
+        keep_loaded_states_at_once,
+        go_on_without_states,
+        release_saved_states,
+    ],
+    ids=[
+        "no checksum", "a part is the whole", "another state", "last token twice", "saved what was loaded",
+        "kept at once", "no state", "unpinned state",
+    ],
+)  # fmt: skip
+def test_injected_fault_of_stored_states_is_detected(fault, monkeypatch):
+    fault(monkeypatch)
+    with pytest.raises(SimulationError):
+        run_states(150)

@@ -255,8 +255,20 @@ def draw_recurrent(rng: random.Random, num_steps: int = 300) -> WorldConfig:
         checkpoint_interval=rng.choice([None, None, config.block_size, 3 * config.block_size]),
         cache_point_rate=rng.choice([0.0, 0.5]),
         num_host_states=rng.choice([0, rng.randint(1, 4), 20]),
-        remote_rate=0.0,
-        pair_rate=0.0,
+    )
+
+
+def draw_stored_states(rng: random.Random, num_steps: int = 300) -> WorldConfig:
+    """Draw a configuration of a model with recurrent layers and a busy store, in some cases with prefill engines."""
+    config = draw_stored(rng, num_steps)
+    return replace(
+        config,
+        window=rng.choice([0, 0, config.window]),
+        has_states=True,
+        num_spare_states=rng.choice([0, 1, 4, 40]),
+        checkpoint_interval=rng.choice([None, config.block_size]),
+        num_host_states=rng.choice([0, 0, 3]),
+        pair_rate=rng.choice([0.0, 0.5]),
     )
 
 
@@ -317,6 +329,8 @@ class Totals:
     state_saves: int = 0
     state_evictions: int = 0
     state_hits: int = 0
+    stored_states: int = 0
+    loaded_states: int = 0
     ahead: int = 0
     ahead_with_newcomers: int = 0
     in_vain: int = 0
@@ -925,11 +939,13 @@ class World:
         self.worker.identities[name], self.worker.spans[name] = identity, spans
         if self.store.rate and rng.random() < config.neighbour_rate:  # another engine computed it before
             self.scheduler.kv_cache_manager.update_block_hashes(request)
-            self.store.publish(request.block_hashes, Oracle(prompt, identity, config.kinds, spans).block_contents(size))
+            other = Oracle(prompt, identity, config.kinds, spans)
+            self.store.publish(request.block_hashes, other.block_contents(size), other.states_after_blocks(size))
         if request.expects_kv and self.store.rate:
             self.scheduler.kv_cache_manager.update_block_hashes(request)
-            computed = Oracle(prompt, identity, config.kinds, spans).block_contents(size)
-            self.store.hand_over(name, request.block_hashes[:], computed)
+            computed = Oracle(prompt, identity, config.kinds, spans)
+            contents, states = computed.block_contents(size), computed.states_after_blocks(size)
+            self.store.hand_over(name, request.block_hashes[:], contents, states)
         tracked = self.tracked[name] = Tracked(oracle, max_tokens, frozenset(stop_ids))
         self.totals.requests += 1
         tracked.features |= {config.policy, config.admission} & set(FEATURES)
@@ -1274,4 +1290,5 @@ def run_world(seed: str, config: WorldConfig) -> Totals:
         raise SimulationError(f"the core raised {error!r}") from error
     totals.faults.update(world.store.faults)
     totals.parts_saved, totals.parts_loaded = world.store.num_parts["saved"], world.store.num_parts["loaded"]
+    totals.stored_states, totals.loaded_states = world.store.num_states["saved"], world.store.num_states["loaded"]
     return totals

@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import httpx
 import pytest
@@ -21,6 +21,7 @@ from running import run_server
 from serving_process import STORY, Served, serve
 
 from octavo.data.expert_stats import ExpertTokens
+from octavo.data.state_slots import StateSlots
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -221,6 +222,23 @@ def test_map_of_experts_shows_share_of_each_expert(browser: Browser) -> None:
                 page.mouse.move(box["x"] + x, box["y"] + y)
                 shown = page.locator("#hover").inner_text()
                 assert shown == f"layer {row} of those with experts, {text} of the mean of its layer"
+
+
+@pytest.mark.turn(12)
+def test_slots_of_states_and_unusable_tokens_are_shown_if_there_are_any(browser: Browser) -> None:
+    with run_server() as running, running.http() as http:
+        stats, served = running.engine.core.metrics.stats, SimpleNamespace(http=http)
+        with opened(browser, cast("Served", served)) as page:
+            until(page, "document.getElementById('state').textContent === 'ready'")
+            assert not page.locator("#states").is_visible()
+            assert not page.locator("#unusable").is_visible()
+            stats.state_slots, stats.num_saved_checkpoints = StateSlots(2, 1234, 3), 4321
+            stats.prefix_cache_unusable["checkpoint"] = 5678
+            until(page, "document.querySelector('[data-figure=checkpoint]').textContent === '5,678'")
+            picture(page, "dashboard-states", whole=True)
+            figures = page.locator("#states b").all_inner_texts()
+            assert figures == ["2", "1,234", "3", "4,321", "0"]
+            assert page.locator("#unusable b").all_inner_texts() == ["0", "5,678"]
 
 
 @pytest.mark.turn(12)

@@ -25,13 +25,14 @@ class RanksDetails:
     """A model on several ranks. problem: Why it cannot be divided, or "".
 
     memory_bytes: Bytes of the largest rank's weights by precision, estimated from its number of weights.
-    kv_bytes_per_token: Of the largest rank.
+    kv_bytes_per_token, state_bytes_per_request: Of the largest rank.
     """
 
     count: int
     problem: str = ""
     memory_bytes: dict[str, int] = field(default_factory=dict)
     kv_bytes_per_token: int = 0
+    state_bytes_per_request: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +138,7 @@ def look_closer(model: str, num_ranks: int = 1, *, divides_by_expert: bool = Fal
 
 def _on_ranks(architecture: Architecture, whole: ModelDetails, count: int, divides_by_expert: bool) -> RanksDetails:
     from octavo.models.declared import Linear, in_order
-    from octavo.models.split import Share
+    from octavo.models.share import Share
 
     def num_weights(of: Architecture) -> int:
         return sum(each.num_weights for each in in_order(of.tensors()) if isinstance(each, Linear))
@@ -151,6 +152,7 @@ def _on_ranks(architecture: Architecture, whole: ModelDetails, count: int, divid
         count=count,
         memory_bytes={name: round(share * size) for name, size in whole.memory_bytes.items()},
         kv_bytes_per_token=max(each.kv_layout.bytes_per_token(architecture.dtype) for each in ranks),
+        state_bytes_per_request=max(each.kv_layout.state_bytes(architecture.dtype) for each in ranks),
     )
 
 

@@ -141,7 +141,7 @@ def _show_closer(report: ModelReport) -> None:
             "stored as": details.stored_as,
             "memory": ", ".join(f"{name} {show_size(size)}" for name, size in details.memory_bytes.items()),
             "KV of a token": show_size(details.kv_bytes_per_token) + _before_window(details),
-            "state": _state(details),
+            "state": _state(details.state_bytes_per_request),
             **details.text,
             **_on_ranks(details),
         }
@@ -150,8 +150,7 @@ def _show_closer(report: ModelReport) -> None:
             typer.echo(f"  {key:14}{text}")
 
 
-def _state(details: ModelDetails) -> str:
-    size = details.state_bytes_per_request
+def _state(size: int) -> str:
     return f"{show_size(size)} for each running request" if size else ""
 
 
@@ -161,7 +160,9 @@ def _on_ranks(details: ModelDetails) -> dict[str, str]:
     if ranks.problem:
         return {f"{ranks.count} ranks": f"refused: {ranks.problem}"}
     memory = ", ".join(f"{name} {show_size(size)}" for name, size in ranks.memory_bytes.items())
-    return {f"{ranks.count} ranks": f"each about {memory}; KV of a token {show_size(ranks.kv_bytes_per_token)}"}
+    shown = f"each about {memory}; KV of a token {show_size(ranks.kv_bytes_per_token)}"
+    state = _state(ranks.state_bytes_per_request)
+    return {f"{ranks.count} ranks": f"{shown}; state {state}" if state else shown}
 
 
 def _before_window(details: ModelDetails) -> str:

@@ -182,8 +182,9 @@ class CacheConfig:
     )
     state_checkpoint_interval: int | None = option(
         None,
-        "Models with recurrent layers: save the state of a prompt every so many tokens, so that other prompts can "
-        "continue from there. Default: at growing distances from its end, and where it differs from earlier prompts.",
+        "Models with recurrent layers: also save the state of a prompt every so many tokens (rounded down to whole "
+        "blocks), so that other prompts can continue from there. Default: 4, 16, 64, ... blocks before the last full "
+        "block of the prompt.",
         unit="TOKENS",
     )
     num_gpu_blocks: int | None = option(
@@ -544,6 +545,7 @@ class ModelInfo:
     generation_defaults: The checkpoint's sampling parameters.
     pooling: "last" or "mean". pooling_problem: Why the checkpoint's pooling is unsupported.
     hidden_size: Length of an embedding. has_head: False if lm_head is missing, so only embeddings are served.
+    has_recurrent_layers: If True, prefix hits end at saved states.
     weight_bytes: In the checkpoint's dtype, or after quantization.
     quantization_level, file_type: Name and number of a GGUF file's mix of types.
     """
@@ -556,6 +558,7 @@ class ModelInfo:
     pooling: str = "last"
     pooling_problem: str | None = None
     has_head: bool = True
+    has_recurrent_layers: bool = False
     hidden_size: int = 1
     model_type: str = ""
     architectures: tuple[str, ...] = ()

@@ -49,6 +49,10 @@ class KVConnector(Protocol):
         """
         ...
 
+    def states_to_save(self, keys: Sequence[BlockHash]) -> set[BlockHash]:
+        """Return the keys of blocks after which the store lacks the recurrent state."""
+        ...
+
     def transfer_ordered(self, transfer: KVTransfer) -> None:
         """Report a new transfer, which the worker receives with the next step."""
         ...
@@ -84,6 +88,11 @@ class NullConnector:
     def keys_to_save(self, keys: Sequence[BlockHash], *, only_first_group: bool = False) -> set[BlockHash]:
         """Return no key."""
         del keys, only_first_group
+        return set()
+
+    def states_to_save(self, keys: Sequence[BlockHash]) -> set[BlockHash]:
+        """Return no key."""
+        del keys
         return set()
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:

@@ -118,7 +118,9 @@ class RequestLifecycle:
             if cache.reads_cache(request):
                 miss = cache.why_missed(request, computed)
                 reason, position = (miss.reason, miss.position) if miss else (None, None)
-                fields = num_tokens, num_hit, num_host_tokens, reason, position
+                num_unusable = cache.num_unusable_tokens(request, computed)
+                limit = computed.limit if num_unusable else (events.HitLimit.BLOCKS if miss else None)
+                fields = num_tokens, num_hit, num_host_tokens, reason, position, limit, num_unusable
                 self._emitter.emit(events.PrefixCacheQueried, request_id, *fields)
         if num_host_tokens:
             num_swapped_in = tuple(self._state.manager.num_swapped_in(request, computed))

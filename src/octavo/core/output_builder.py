@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from octavo.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 
 if TYPE_CHECKING:
+    from octavo.core.kv.checkpoints import Checkpoints
     from octavo.core.kv.manager import KVCacheManager
     from octavo.core.step_plan import StepPlan
     from octavo.core.transfer_scheduler import KVTransferScheduler
@@ -67,6 +68,7 @@ class OutputBuilder:
             known[data.request_id] = list(map(len, data.block_ids))
         finished_req_ids, self._finished_req_ids = self._finished_req_ids, set()
         self.are_notices_due = True
+        checkpoints = self._manager.checkpoints
         assert plan.is_balanced, "a victim's budget was not returned"
         return SchedulerOutput(
             step=step,
@@ -78,24 +80,12 @@ class OutputBuilder:
             preempted_req_ids=set(plan.preempted),
             scheduled_spec_decode_tokens=drafts,
             max_drafts=max_drafts,
-            state_saves=self._plan_saves(plan, requests),
+            state_saves={} if checkpoints is None else _plan_saves(checkpoints, plan, requests),
             copies=self._manager.take_copies(),
             kv_transfers=self._transfers.take_orders(),
             kv_cancels=self._transfers.take_cancels(),
             num_pending_transfers=self._transfers.num_pending,
         )
-
-    def _plan_saves(self, plan: StepPlan, requests: dict[str, Request]) -> dict[str, list[tuple[int, int]]]:
-        checkpoints, saves = self._manager.checkpoints, dict[str, list[tuple[int, int]]]()
-        if checkpoints is None:
-            return saves
-        for request_id, count in plan.num_tokens.items():
-            request = requests[request_id]
-            num_certain = min(request.num_computed_tokens + count, len(request.sequence.token_ids))
-            planned = checkpoints.plan(request, num_certain)
-            if planned:
-                saves[request_id] = planned
-        return saves
 
     def _add_new_blocks(self, new_block_ids: list[list[list[int]]], place: int, request: Request) -> None:
         self._manager.grown.discard(request.request_id)
@@ -122,3 +112,16 @@ class OutputBuilder:
         self._finished_req_ids |= scheduled.num_scheduled_tokens.keys()
         # A failed step without tokens is not retried, because it may fail forever.
         self.are_notices_due = bool(scheduled.num_scheduled_tokens)
+
+
+def _plan_saves(
+    checkpoints: Checkpoints, plan: StepPlan, requests: dict[str, Request]
+) -> dict[str, list[tuple[int, int]]]:
+    saves: dict[str, list[tuple[int, int]]] = {}
+    for request_id, count in plan.num_tokens.items():
+        request = requests[request_id]
+        num_certain = min(request.num_computed_tokens + count, len(request.sequence.token_ids))
+        planned = checkpoints.plan(request, num_certain)
+        if planned:
+            saves[request_id] = planned
+    return saves

@@ -78,7 +78,9 @@ class ResultProcessor:
         if len(requests) < num_requests:
             lifecycle.drop_finished()
         if scheduled.num_scheduled_tokens:
-            self._emitter.emit(events.StepCompleted, new_tokens)
+            checkpoints = self._state.manager.checkpoints
+            slots = None if checkpoints is None else checkpoints.group.slots
+            self._emitter.emit(events.StepCompleted, new_tokens, slots)
         return outputs
 
     def _emit_work(self, result: ModelOutput) -> None:
@@ -129,7 +131,8 @@ class ResultProcessor:
         accepted, status = _append_tokens(request, sampled)
         if status is not None:  # ignore drafts after the final token
             request.num_computed_tokens = min(request.num_computed_tokens, len(sequence.token_ids) - 1)
-        if request.num_computed_tokens >= sequence.next_commit:
+        # A state after accepted drafts is saved one step later than their blocks are committed.
+        if request.num_computed_tokens >= sequence.next_commit or sequence.saves.pending:
             self._state.manager.commit(request)
             self._state.transfers.offer(request)
             self._state.manager.release_unread(request)

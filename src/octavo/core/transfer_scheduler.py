@@ -10,7 +10,15 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from octavo.core.kv_connector import NullConnector
-from octavo.core.save_plan import blocks_to_save, most_pinned_blocks, most_saved_blocks, whole_hit
+from octavo.core.save_plan import (
+    blocks_to_save,
+    hit_with_state,
+    most_pinned_blocks,
+    most_saved_blocks,
+    most_saved_states,
+    states_to_save,
+    whole_hit,
+)
 from octavo.core.transfer_cost import TransferCost
 from octavo.data import events
 from octavo.data.scheduler_output import KVTransfer, TransferDirection, are_whole
@@ -79,9 +87,11 @@ class KVTransferScheduler:
         self._num_offered: dict[str, int] = {}  # leading blocks that were offered to the store
         self._saving: set[BlockHash] = set()  # hashes of blocks in pending saves with all parts
         self._saving_in_part: set[BlockHash] = set()  # hashes of blocks in pending saves without parts
+        self._saving_states: set[BlockHash] = set()  # hashes of blocks whose states are in pending saves
         self.reports_dropped_saves = True  # False in replays of old journals
         # Limit on pinned blocks with all parts. Saves for another engine may exceed the limit.
         self.most_saved_blocks = most_saved_blocks(kv_cache_manager, config) if self.has_store else 0
+        self._most_states = most_saved_states(kv_cache_manager, config)
         self._most_pinned = most_pinned_blocks(kv_cache_manager)
         self._next_id = 0
         self._orders: list[KVTransfer] = []
@@ -126,7 +136,7 @@ class KVTransferScheduler:
         size = self._manager.block_size
         may_ask = self._manager.prefix_cache.reads_cache(request) and request.request_id not in self._abandoned
         is_whole = not computed.is_saved and computed.num_tokens == computed.num_blocks * size
-        most_known = self._most_loaded.get(request.request_id, request.num_tokens // size * size)
+        most_known = self._most_loaded.get(request.request_id, self._manager.most_loaded_tokens(request.num_tokens))
         most = most_known - computed.num_tokens
         is_enough = min(most, request.num_tokens - 1 - computed.num_tokens) >= self._min_tokens
         if not (may_ask and self.has_store and is_whole and is_enough):
@@ -165,8 +175,12 @@ class KVTransferScheduler:
         """Order a load of `num_external_tokens` tokens into the request's blocks after `computed`."""
         first, num_blocks = computed.num_blocks, num_external_tokens // self._manager.block_size
         loaded, sequence = slice(first, first + num_blocks), request.sequence
-        block_ids = [table[loaded] for table in sequence.block_tables]
-        order = self._order(TransferDirection.LOAD, request.block_hashes[loaded], block_ids, request, first)
+        tables, states = sequence.block_tables, dict[int, int]()
+        if self._manager.states is not None:
+            *tables, (slot,) = tables
+            states[num_blocks - 1] = slot
+        block_ids = [table[loaded] for table in tables]
+        order = self._order(TransferDirection.LOAD, request.block_hashes[loaded], block_ids, states, request, first)
         self._load_of[request.request_id] = order.transfer_id
         self._connector.update_state_after_alloc(request, list(sequence.block_table), num_external_tokens)
         self._emitter.emit(events.KVLoadStarted, request.request_id, order.transfer_id, num_external_tokens)
@@ -176,14 +190,15 @@ class KVTransferScheduler:
         direction: TransferDirection,
         keys: list[bytes],
         block_ids: list[list[int]],
+        states: dict[int, int],
         request: Request | None = None,
         num_present: int = 0,
     ) -> KVTransfer:
         name, now = None if request is None else request.request_id, self._emitter.now
-        order = KVTransfer(self._next_id, direction, keys, block_ids, name)
+        order = KVTransfer(self._next_id, direction, keys, block_ids, name, states)
         self._next_id += 1
         self._pending[order.transfer_id] = PendingTransfer(order, request, num_present, now, now + self._timeout_s)
-        self._manager.pin(order.transfer_id, block_ids)
+        self._manager.pin(order.transfer_id, block_ids, states.values())
         self._orders.append(order)
         self._connector.transfer_ordered(order)
         return order
@@ -191,10 +206,12 @@ class KVTransferScheduler:
     def num_computed_tokens(self, load: PendingTransfer, num_blocks: int) -> int:
         """Return how many tokens count as computed after a load of `num_blocks` blocks.
 
-        The last token never counts, because a step must compute its logits. Return 0 if the request lacks a block that
-        the next token reads.
+        The last token never counts, because a step must compute its logits. Return 0 if the request lacks a block or
+        the recurrent state that the next token reads.
         """
         assert load.request is not None
+        if load.order.states and num_blocks < len(load.order.keys):
+            return 0
         num_tokens = min((load.num_present + num_blocks) * self._manager.block_size, load.request.num_tokens - 1)
         sequence = load.request.sequence
         is_enough = all(group.has_read_blocks(sequence, num_tokens) for group in self._manager.bounded)
@@ -223,12 +240,23 @@ class KVTransferScheduler:
         wanted = self._connector.keys_to_save(block_hashes[first:end]) - self._saving
         if not request.hands_kv_over:
             wanted -= self._saving_in_part
-        chosen = [index for index in range(first, end) if block_hashes[index] in wanted]
+        states = self._states_to_save(request, range(first, end))
+        chosen = [index for index in range(first, end) if block_hashes[index] in wanted or index in states]
         chosen, block_ids = blocks_to_save(self._manager, request, chosen, self._connector)
         count = len(chosen) if request.hands_kv_over else self._num_fitting(are_whole(block_ids))
         self._num_offered[name] = end if count == len(chosen) else chosen[count]
         if count:
-            self._save([block_hashes[index] for index in chosen[:count]], [ids[:count] for ids in block_ids])
+            keys = [block_hashes[index] for index in chosen[:count]]
+            slots = {place: states[index] for place, index in enumerate(chosen[:count]) if index in states}
+            self._save(keys, [ids[:count] for ids in block_ids], slots)
+
+    def _states_to_save(self, request: Request, indices: range) -> dict[int, int]:
+        """Return slots by index. If too many states are pinned, the states after the last blocks are preferred."""
+        hashes = request.block_hashes
+        fresh = [index for index in indices if hashes[index] not in self._saving_states]
+        states = states_to_save(self._manager, request, fresh, self._connector)
+        num_free = len(states) if request.hands_kv_over else max(self._most_states - len(self._saving_states), 0)
+        return dict([*states.items()][max(len(states) - num_free, 0) :])
 
     def _report_dropped_saves(self, request: Request) -> None:
         first = self._num_offered.get(request.request_id, 0)
@@ -245,11 +273,12 @@ class KVTransferScheduler:
         whole = [index for index in range(num_free) if is_whole[index]]
         return whole[num_free_whole] if len(whole) > num_free_whole else num_free
 
-    def _save(self, keys: list[bytes], block_ids: list[list[int]]) -> None:
-        order = self._order(TransferDirection.SAVE, keys, block_ids)
+    def _save(self, keys: list[bytes], block_ids: list[list[int]], states: dict[int, int]) -> None:
+        order = self._order(TransferDirection.SAVE, keys, block_ids, states)
         in_part = _keys_in_part(order)
         self._saving_in_part |= in_part
         self._saving |= set(keys) - in_part
+        self._saving_states |= {keys[index] for index in states}
         self._emitter.emit(events.KVSaveStarted, order.transfer_id, len(keys))
 
     def hand_over_hit(self, request: Request, computed: ComputedBlocks) -> ComputedBlocks:
@@ -257,17 +286,21 @@ class KVTransferScheduler:
 
         Return the hit. If such a block cannot be saved with all parts, return only the hit before the block.
         """
-        bounded = self._manager.bounded
-        if computed.is_saved or not (request.hands_kv_over and bounded):
+        manager = self._manager
+        if computed.is_saved or not request.hands_kv_over or len(manager.groups) == 1:
             return computed
-        hashes = request.block_hashes[: computed.num_blocks]
-        lacking = self._connector.keys_to_save(hashes) - self._saving
-        computed = whole_hit(self._manager, request, computed, lacking)
-        blocks = [block for block in computed.blocks if block.hash in lacking]
+        lacking = set[bytes]()
+        if manager.bounded:
+            lacking = self._connector.keys_to_save(request.block_hashes[: computed.num_blocks]) - self._saving
+            computed = whole_hit(manager, request, computed, lacking)
+        computed, slot = hit_with_state(manager, request, computed, self._connector, self._saving_states)
+        last = None if slot is None else computed.blocks[-1].hash
+        blocks = [block for block in computed.blocks if block.hash in lacking or block.hash == last]
         if blocks:
             keys = [block.hash for block in blocks if block.hash is not None]
-            ids = [[group.id_of(block) for block in blocks] for group in self._manager.groups]
-            self._save(keys, [[block_id for block_id in each if block_id is not None] for each in ids])
+            ids = [[group.id_of(block) for block in blocks] for group in manager.groups_of_tokens]
+            states = {} if slot is None else {len(blocks) - 1: slot}
+            self._save(keys, [[block_id for block_id in each if block_id is not None] for each in ids], states)
         return computed
 
     def end(self, ended: EndedTransfer) -> PendingTransfer | None:
@@ -349,6 +382,7 @@ class KVTransferScheduler:
             in_part = _keys_in_part(order)
             self._saving_in_part -= in_part
             self._saving -= set(order.keys) - in_part
+            self._saving_states -= {order.keys[index] for index in order.states}
             self._emitter.emit(events.KVSaveEnded, order.transfer_id, num_blocks or 0, outcome, moves)
         else:
             del self._load_of[pending.request.request_id]

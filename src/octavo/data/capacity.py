@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octavo.data.fingerprint import EngineFingerprint  # noqa: TC001 - msgspec reads this type
-from octavo.data.kv_groups import SlidingWindow
+from octavo.data.kv_groups import RecurrentStates, SlidingWindow
+from octavo.data.state_slots import StateSlots
 
 if TYPE_CHECKING:
     from octavo.config import CacheConfig, ResolvedSchedulerConfig, SpeculativeConfig
@@ -90,6 +91,12 @@ class EngineCapacity:
     def num_window_blocks(self) -> int:
         """Blocks of all sliding-window groups."""
         return sum(each.num_blocks for each in self.bounded_groups if each.kind == SlidingWindow.name)
+
+    @property
+    def empty_states(self) -> StateSlots | None:
+        """Slots of recurrent states before the first request, or None without recurrent layers."""
+        sizes = [each.num_blocks for each in self.bounded_groups if each.kind == RecurrentStates.name]
+        return StateSlots(0, 0, *sizes) if sizes else None
 
     @property
     def summary(self) -> str:

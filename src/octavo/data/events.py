@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from octavo.data.expert_stats import ExpertLoad  # noqa: TC001 - as above
 from octavo.data.kv_tiers import TierMove  # noqa: TC001 - as above
+from octavo.data.state_slots import StateSlots  # noqa: TC001 - as above
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,6 +24,14 @@ class WaitReason(StrEnum):
     NO_RESERVATION = "too few tokens are free to reserve"
     GATHERING = "it waits so that several requests start together"
     PREEMPTING = "a request was preempted in this step"
+
+
+class HitLimit(StrEnum):
+    """What ended a prefix hit."""
+
+    BLOCKS = "blocks"  # the next block is not cached
+    WINDOW = "window"  # blocks of a bounded KV group are missing
+    CHECKPOINT = "checkpoint"  # the recurrent state was not saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +209,8 @@ class PrefixCacheQueried(RequestEvent):
     num_host_tokens: int
     miss: str | None  # why the next full block was not found, or None
     position: int | None  # of the first differing token
+    limit: HitLimit | None = None
+    num_unusable_tokens: int = 0  # cached tokens after the hit, which are computed again
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,9 +290,10 @@ class StepScheduled(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepCompleted(Event):
-    """A step ended. num_new_tokens: By request id."""
+    """A step ended. num_new_tokens: By request id. state_slots: None without recurrent layers."""
 
     num_new_tokens: Mapping[str, int]
+    state_slots: StateSlots | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from octavo.data.kv_store_figures import KVStoreFigures  # noqa: TC001 - msgspec
 from octavo.data.kv_tier_figures import KVTierCounter, KVTierFigures
 from octavo.data.kv_tiers import DEVICE, HOST
 from octavo.data.request import RequestStatus
+from octavo.data.state_slots import StateSlots
 
 if TYPE_CHECKING:
     from octavo.data.events import Event
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _REASONS = tuple(status.value for status in RequestStatus if status.is_finished)
 _LOAD_OUTCOMES = ("done", "failed", "expired", "cancelled")
 _SAVE_OUTCOMES = ("done", "failed", "expired")
+_SHORTENING_LIMITS = (events.HitLimit.WINDOW.value, events.HitLimit.CHECKPOINT.value)
 _TTFT_BOUNDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
     640.0, 2560.0,
@@ -77,7 +79,7 @@ class Histogram:
 class EngineStats:
     """Figures of one engine. Times are in seconds. A request is one output stream.
 
-    The first five figures and the contents of `kv_stores` are current values. All other figures are totals since the
+    The first six figures and the contents of `kv_stores` are current values. All other figures are totals since the
     start.
     """
 
@@ -86,17 +88,21 @@ class EngineStats:
     kv_cache_usage: float = 0.0
     bounded_usage: float = 0.0
     prefill_limit: int = 0
+    state_slots: StateSlots | None = None  # None without recurrent layers and before the first step
     num_steps: int = 0
     prompt_tokens: int = 0  # of requests with a first token, including cached tokens
     generation_tokens: int = 0
     scheduled_tokens: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    prefix_cache_unusable: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_SHORTENING_LIMITS, 0))
     host_cache_hits: int = 0
     host_cache_hit_blocks: int = 0  # of the first KV group
     num_offloaded_blocks: int = 0  # of the first KV group
     host_cache_hit_parts: dict[int, int] = field(default_factory=dict)  # by index of bounded group
     num_offloaded_parts: dict[int, int] = field(default_factory=dict)  # by index of bounded group
+    num_saved_checkpoints: int = 0
+    num_evicted_checkpoints: int = 0
     num_preemptions: int = 0
     recomputed_tokens: int = 0
     num_failed_steps: int = 0
@@ -156,6 +162,7 @@ class EngineMetrics:
         stats = self.stats
         match event:
             case events.StepCompleted():
+                stats.state_slots = event.state_slots
                 self._take_tokens(event)
                 self._end_step()
             case events.StepScheduled():
@@ -201,6 +208,12 @@ class EngineMetrics:
             case events.PrefixCacheQueried():
                 stats.prefix_cache_queries += event.num_query_tokens
                 stats.prefix_cache_hits += event.num_hit_tokens
+                if event.limit is not None and event.num_unusable_tokens:
+                    stats.prefix_cache_unusable[event.limit] += event.num_unusable_tokens
+            case events.CheckpointSaved():
+                stats.num_saved_checkpoints += 1
+            case events.CheckpointEvicted():
+                stats.num_evicted_checkpoints += 1
             case events.BlockOffloaded():
                 stats.num_offloaded_blocks += 1
                 _count(stats.num_offloaded_parts, dict.fromkeys(event.groups[1:], 1))
@@ -275,6 +288,9 @@ class EngineMetrics:
         self._ended.clear()
         if not self._lives:
             stats.kv_cache_usage = stats.bounded_usage = 0.0  # no further step reports usage
+            if stats.state_slots is not None:
+                num_running, num_checkpoints, num_free = stats.state_slots
+                stats.state_slots = StateSlots(0, num_checkpoints, num_free + num_running)
 
 
 def _count(totals: dict[int, int], counts: dict[int, int]) -> None:

@@ -59,6 +59,7 @@ class StateSaves:
     newest: The largest number of blocks that was saved, found or skipped.
     kept: The largest number of blocks whose save no later save replaces.
     pending: Slots of saves whose steps have no result yet, by number of blocks.
+    loaded: Number of blocks whose state a store provided, until a step copies the state. Otherwise 0.
     replaceable: Slot of the newest save after `due`, and how often this slot was taken. The next save replaces it.
     """
 
@@ -68,6 +69,7 @@ class StateSaves:
     newest: int = 0
     kept: int = 0
     pending: dict[int, int] = field(default_factory=dict)
+    loaded: int = 0
     replaceable: tuple[int, int] | None = None
 
 

@@ -39,8 +39,8 @@ class RequestOptions:
         tenant_weight: Number above 0. Under the fair policy, weight 2 gets twice the share of weight 1.
         timeout_s: Seconds after arrival at which the request ends with an error, or None for no limit.
         kv_transfer_params: None if this engine computes both prompt and answer.
-        cache_points: Numbers of prompt tokens after which later requests probably differ. Models with recurrent layers
-            save their states there.
+        cache_points: Numbers of prompt tokens after which later requests probably differ: integers of at least 0, in
+            any order. Models with recurrent layers save their states there. Numbers beyond the prompt are ignored.
     """
 
     priority: int = 0
@@ -55,6 +55,8 @@ class RequestOptions:
         if not isinstance(self.tenant, str):
             raise RequestError(f"tenant must be a text, got {self.tenant!r:.100}", parameter="tenant")
         check_salt(self.cache_salt)
+        if self.cache_points != ():
+            object.__setattr__(self, "cache_points", _whole_points(self.cache_points))
         if type(self.priority) is not int or not -(2**63) <= self.priority < 2**63:
             object.__setattr__(self, "priority", _whole_priority(self.priority))
         for name, what in (("tenant_weight", "a number"), ("timeout_s", "a number of seconds")):
@@ -87,6 +89,17 @@ def _whole_priority(priority: Any) -> int:
     if not -(2**63) <= value < 2**63:
         raise RequestError(f"priority must be an integer of 64 bits, got {priority!r:.100}", parameter="priority")
     return value
+
+
+def _whole_points(points: Any) -> tuple[int, ...]:
+    try:
+        values = tuple(map(operator.index, points)) if isinstance(points, (list, tuple)) else (-1,)
+    except TypeError:
+        values = (-1,)
+    if min(values, default=0) < 0 or any(isinstance(point, bool) for point in points):
+        message = f"cache_points must be a tuple of integers of at least 0, got {points!r:.100}"
+        raise RequestError(message, parameter="cache_points")
+    return values
 
 
 NO_OPTIONS = RequestOptions()

@@ -101,11 +101,14 @@ class TransferDirection(Enum):
 class KVTransfer:
     """An order to move whole blocks between this engine and a store, while steps are computed.
 
-    keys: The hash of each block. A store keeps a block's content of all groups under one key. A load fails for a block
-    if the store lacks the block's key.
-    block_ids: For each KV group, a list parallel to `keys`. `NO_BLOCK` in a bounded group's list means:
+    keys: The hash of each block. A store keeps a block's content of all groups, except recurrent states, under one key.
+    A load fails for a block if the store lacks the block's key.
+    block_ids: For each of these groups, a list parallel to `keys`. `NO_BLOCK` in a bounded group's list means:
     - In a load, no token reads the group's part of the block.
     - In a save, the part was evicted.
+
+    states: Slots of recurrent states to move, by index of the block that the state follows. A store keeps states under
+    keys of their own. A load has the state after its last block.
     """
 
     transfer_id: int
@@ -113,6 +116,7 @@ class KVTransfer:
     keys: list[bytes]
     block_ids: list[list[int]]
     request_id: str | None = None  # of the request that waits for a load
+    states: dict[int, int] = field(default_factory=dict)
 
 
 def are_whole(block_ids: list[list[int]]) -> list[bool]:

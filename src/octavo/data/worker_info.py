@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from octavo.data.kv_groups import RecurrentStates
+
 if TYPE_CHECKING:
     from octavo.config import ResolvedSchedulerConfig
     from octavo.data.kv_groups import KVGroupSpec
@@ -64,8 +66,14 @@ class WorkerInfo:
 
     @property
     def stored_block_bytes(self) -> int:
-        """Bytes of a block in stores, which has all groups."""
-        return sum(group.stored_bytes for group in self.kv_groups)
+        """Bytes of a block in stores, which has all groups except recurrent states."""
+        return sum(group.stored_bytes for group in self.kv_groups) - self.stored_state_bytes
+
+    @property
+    def stored_state_bytes(self) -> int:
+        """Bytes of a sequence's recurrent states in stores."""
+        last = self.kv_groups[-1]
+        return last.stored_bytes if isinstance(last.spec.kind, RecurrentStates) else 0
 
     @property
     def stored_part_bytes(self) -> int:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from octavo.data.request import Request
 from octavo.data.request_options import NO_OPTIONS
+from octavo.engine.cache_points import shared_offsets, token_position
 from octavo.errors import PromptTooLongError, RequestError
 from octavo.sampling_params import SamplingParams
 
@@ -24,7 +27,8 @@ _ORDINARY_CHARS = 16  # per token
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 """Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
 
-A dictionary may have "predicted_token_ids", the expected answer. It only speeds up decoding.
+A dictionary may have "predicted_token_ids", the expected answer, and "cache_points" (see `RequestOptions`). They only
+speed up the request, or later ones.
 """
 
 
@@ -164,7 +168,9 @@ class InputProcessor:
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
         """Render and tokenize a conversation."""
         text = self.chat_text(messages, **options)
-        return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens=False)}
+        token_ids = self.encode(text, add_special_tokens=False)
+        points = self.cache_points(messages, text, len(token_ids), **options)
+        return {"prompt": text, "prompt_token_ids": token_ids, "cache_points": points}
 
     def chat_text(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """Render a conversation."""
@@ -173,6 +179,22 @@ class InputProcessor:
         if "chat_template" in options:  # a template is a program, so clients may not send one
             raise RequestError("a request cannot bring a chat template of its own", parameter="chat_template")
         return self._chat_template.render(messages, **options)
+
+    def cache_points(
+        self, messages: Sequence[Mapping[str, Any]], text: str, num_tokens: int, **options: Any
+    ) -> tuple[int, ...]:
+        """Return a chat's cache points: see `RequestOptions`. Only models with recurrent layers have them.
+
+        text, num_tokens: The rendered conversation. options: With which it was rendered.
+        """
+        if not self.model_info.has_recurrent_layers:
+            return ()
+        options |= {"add_generation_prompt": True, "continue_final_message": False}
+        encode = partial(self.encode, add_special_tokens=False)
+        with contextlib.suppress(RequestError):
+            offsets = shared_offsets(lambda others: self.chat_text(others, **options), messages, text)
+            return tuple(token_position(text, offset, num_tokens, encode) for offset in offsets)
+        return ()
 
     def process(
         self,
@@ -195,6 +217,8 @@ class InputProcessor:
         # The scheduler's check would be later, after the prompt is copied or sent.
         PromptTooLongError.check(len(token_ids), self.model_info.max_model_len, least_output_tokens=least)
         predicted = self._read_predicted(prompt)
+        if points := _get(prompt, "cache_points"):
+            options = replace(options, cache_points=points)
         self._check_token_ids(token_ids, params, predicted)
         arrival = next(self._arrivals)
         seed = params.seed if params.seed is not None else draw_seed(self._seed, arrival)
@@ -240,8 +264,8 @@ class InputProcessor:
             raise RequestError(f"a prompt is text or token ids, got {type(prompt).__name__}", parameter="prompt")
         return None, [_token_id(each) for each in prompt]
 
-    def _read_predicted(self, prompt: Any) -> list[int]:
-        given = prompt.get(_PREDICTED) if hasattr(prompt, "keys") else None
+    def _read_predicted(self, prompt: Prompt) -> list[int]:
+        given = _get(prompt, _PREDICTED)
         if given is None:
             return []
         if isinstance(given, (str, bytes)) or not hasattr(given, "__iter__"):
@@ -268,6 +292,11 @@ class InputProcessor:
                     raise RequestError(
                         f"{name}: token id {token_id} is outside the vocabulary of {vocab_size}", parameter=name
                     )
+
+
+def _get(prompt: Any, key: str) -> Any:
+    """Return a value of a prompt that is a dictionary, or None."""
+    return prompt.get(key) if hasattr(prompt, "keys") else None
 
 
 def _token_id(value: Any, parameter: str = "prompt") -> int:

@@ -25,6 +25,10 @@ PROMPT = "computing the prompt"
 GENERATING = "generating"
 PREEMPTED = "preempted, waiting to continue"
 PHASES = (ARRIVING, QUEUED, DEFERRED, LOADING, PROMPT, GENERATING, PREEMPTED)
+_WHY_UNUSABLE = {
+    events.HitLimit.WINDOW: "some of their window blocks were missing",
+    events.HitLimit.CHECKPOINT: "the recurrent state after them was not saved",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,6 +380,8 @@ def _ms(seconds: float) -> str:
 
 def _describe_found(event: events.PrefixCacheQueried) -> str:
     found = f"{event.num_hit_tokens} of its {event.num_query_tokens} tokens were found in the prefix cache"
+    if event.num_unusable_tokens and event.limit is not None:
+        return f"{found}; {event.num_unusable_tokens} more were cached, but {_WHY_UNUSABLE[event.limit]}"
     if event.miss is None:
         return found
     where = "" if event.position is None else f" at position {event.position}"

@@ -63,6 +63,7 @@ REQUEST_OPTIONS = (
     "arrival_time",
     "reads_prefix_cache",
     "kv_transfer_params",
+    "cache_points",
 )
 REQUEST_DEFAULTS: dict[str, Any] = {
     "priority": 0,
@@ -73,6 +74,7 @@ REQUEST_DEFAULTS: dict[str, Any] = {
     "deadline": None,
     "reads_prefix_cache": True,
     "kv_transfer_params": None,
+    "cache_points": (),
 }
 
 

@@ -270,9 +270,12 @@ def _finish(file: IO[str], lines: list[str]) -> None:
 def describe(scheduler: Scheduler, **more: Any) -> dict[str, Any]:
     """Return a header from which a replay creates an equal scheduler. more: Further fields."""
     manager = scheduler.kv_cache_manager
+    groups = [KVGroupSpec(group.kind, group.num_blocks) for group in manager.groups]
+    if manager.checkpoints is not None:
+        groups[-1] = dataclasses.replace(groups[-1], num_host_blocks=manager.checkpoints.host.num_slots)
     return {
         "scheduler": dataclasses.asdict(scheduler.config),
-        "kv_groups": [KVGroupSpec(group.kind, group.num_blocks).to_json() for group in manager.groups],
+        "kv_groups": [group.to_json() for group in groups],
         "num_host_blocks": manager.host.num_blocks,
         "block_size": manager.block_size,
         "enable_prefix_caching": manager.prefix_cache.is_enabled,

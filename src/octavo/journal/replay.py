@@ -101,6 +101,7 @@ class Player:
         reads_prefix_cache = options.pop("reads_prefix_cache", True)
         if (pair := options.get("kv_transfer_params")) is not None:
             options["kv_transfer_params"] = KVTransferParams(**pair)
+        options["cache_points"] = tuple(options.get("cache_points", ()))
         options["spans"] = tuple(ContentSpan(*each) for each in options.get("spans", ()))
         request = Request(
             name, decode_tokens(prompt), SamplingParams(), stop_token_ids=frozenset({STOP_TOKEN}), **options

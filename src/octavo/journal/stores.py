@@ -45,6 +45,12 @@ class RecordedConnector:
         self._answers.append([index for index, key in enumerate(keys) if key in wanted])
         return wanted
 
+    def states_to_save(self, keys: Sequence[BlockHash]) -> set[BlockHash]:
+        """Forward and record."""
+        wanted = self._connector.states_to_save(keys)
+        self._answers.append([index for index, key in enumerate(keys) if key in wanted])
+        return wanted
+
     def request_added(self, request: Request) -> None:
         """Forward the call."""
         self._connector.request_added(request)
@@ -93,6 +99,10 @@ class ReplayedConnector:
         del only_first_group
         answer = self._next()
         return {keys[index] for index in answer if index < len(keys)} if isinstance(answer, list) else set()
+
+    def states_to_save(self, keys: Sequence[BlockHash]) -> set[BlockHash]:
+        """Return wanted keys."""
+        return self.keys_to_save(keys)
 
     def request_added(self, request: Request) -> None:
         """Do nothing."""

@@ -1,4 +1,4 @@
-"""CPU kernels of ranks: processes of one machine that share a model (see `octavo.models.split`)."""
+"""CPU kernels of ranks: processes of one machine that share a model (see `octavo.models.share`)."""
 
 from __future__ import annotations
 

@@ -8,8 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from octavo.kv_transfer.direct import NoConnector
-from octavo.kv_transfer.group_parts import look_up
+from octavo.kv_transfer.group_parts import find_blocks, num_usable
 from octavo.kv_transfer.guard import HANGS_AFTER_S
+from octavo.kv_transfer.stored_states import find_state, keys_of_state
 from octavo.runtime.daemon_threads import DaemonThreads
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _LOOKUP_THREADS = 2
 _EXPECTED_S = 1.0  # longest wait for a further block
+_MOST_STATES = 128  # states that a lookup looks for
 _RETRY_S, _MAX_RETRY_S = 0.005, 0.04  # pauses between lookups double up to the second value
 
 
@@ -31,6 +33,7 @@ class _Lookup:
     """A lookup of a request's blocks `first` to `num_blocks` - 1.
 
     num_expected: Leading blocks that another engine saves. until: Monotonic time at which the wait for them ends.
+    found: The largest number of blocks and pieces of states that were present.
     """
 
     first: int
@@ -44,12 +47,17 @@ class _Lookup:
     pause_s: float = _RETRY_S
     again_at: float | None = None
 
-    def take(self, count: int, now: float) -> None:
-        """Record found blocks."""
+    def take(self, count: int, now: float, num_present: int | None = None, *, is_final: bool = True) -> None:
+        """Record found blocks.
+
+        num_present: Blocks and pieces of states that the store has, by default `count`. is_final: False if a lookup
+        after `until` may find more.
+        """
         found = self.first + count
-        if found > self.found:
-            self.found, self.until = found, now + _EXPECTED_S
-        if found >= self.num_expected or now >= self.until or not self.is_wanted:
+        present = self.first + (count if num_present is None else num_present)
+        if present > self.found:
+            self.found, self.until = present, now + _EXPECTED_S
+        if found >= self.num_expected or (is_final and now >= self.until) or not self.is_wanted:
             self.end = found
         else:
             self.again_at = now + self.pause_s
@@ -64,7 +72,8 @@ class StoreConnector:
     looked up again until all are found or no more arrive.
 
     on_answer: Called on another thread after a lookup. direct: Result of `create_connector`, also a tier of the store.
-    kinds: Kinds of all KV groups except the first. The store may lack these groups for blocks that no row reads.
+    kinds: Kinds of the KV groups with blocks of tokens, without the first. The store may lack these groups for blocks
+    that no row reads. num_state_pieces: Pieces of a recurrent state (`octavo.kv_transfer.stored_states`), or 0.
     """
 
     def __init__(
@@ -74,9 +83,11 @@ class StoreConnector:
         on_answer: Callable[[], None] = lambda: None,
         direct: MooncakeConnector | None = None,
         kinds: Sequence[KVGroupKind] = (),
+        num_state_pieces: int = 0,
     ) -> None:
         self.name = store.name
         self._kinds = kinds
+        self._num_pieces = num_state_pieces
         self._store = store
         self._block_size = block_size
         self._on_answer = on_answer
@@ -115,28 +126,37 @@ class StoreConnector:
             return lookup
         lookup.is_direct = self._direct.expect(request)
         if request.expects_kv and not lookup.is_direct:
-            lookup.num_expected = request.num_prompt_tokens // self._block_size
+            lookup.num_expected = (request.num_prompt_tokens - (self._num_pieces > 0)) // self._block_size
             lookup.until = time.monotonic() + _EXPECTED_S
         self._submit(lookup, request)
         return lookup
 
     def _submit(self, lookup: _Lookup, request: Request) -> None:
         lookup.again_at = None
-        keys, num_tokens = request.block_hashes[lookup.first :], request.num_tokens if self._kinds else 0
+        keys, num_tokens = request.block_hashes[lookup.first :], request.num_tokens
         missing = self._missing.get(request.request_id)
         if missing is not None and missing in keys:
             keys = keys[: keys.index(missing)]
         self._threads.submit(partial(self._look_up, lookup, keys, num_tokens))
 
     def _look_up(self, lookup: _Lookup, keys: list[bytes], num_tokens: int) -> None:
-        count = 0
+        is_final = not self._num_pieces or time.monotonic() >= lookup.until
+        count = num_present = 0
         try:
-            if lookup.is_wanted and self._kinds:
-                count = look_up(self._store, keys, lookup.first, num_tokens, self._block_size, self._kinds)
-            elif lookup.is_wanted:
-                count = self._store.num_matched(keys)
+            if lookup.is_wanted:
+                where = lookup.first, num_tokens, self._block_size, self._kinds
+                is_whole = find_blocks(self._store, keys, *where)
+                count, num_present = num_usable(is_whole, *where), len(is_whole)
+                if self._num_pieces:
+                    is_complete = lookup.first + num_present >= lookup.num_expected
+                    most_lookups = _MOST_STATES if is_final else int(is_complete)
+                    state = find_state(
+                        self._store, keys, is_whole, *where, num_pieces=self._num_pieces, most_lookups=most_lookups
+                    )
+                    count = state.num_usable
+                    num_present += 0 if is_final else state.num_pieces
         finally:
-            lookup.take(count, time.monotonic())
+            lookup.take(count, time.monotonic(), num_present, is_final=is_final)
             self._on_answer()
 
     def _drop(self, request_id: str) -> None:
@@ -155,6 +175,10 @@ class StoreConnector:
     def keys_to_save(self, keys: Sequence[bytes], *, only_first_group: bool = False) -> set[bytes]:
         """Return the keys that any store lacks."""
         return self._store.lacks(keys, only_first_group=only_first_group)
+
+    def states_to_save(self, keys: Sequence[bytes]) -> set[bytes]:
+        """See `KVConnector`. Any store may lack the state."""
+        return {key for key in keys if self._store.lacks(keys_of_state(key, self._num_pieces))}
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:
         """See `KVConnector`."""

@@ -39,15 +39,17 @@ def num_usable(is_whole: list[bool], first: int, num_tokens: int, block_size: in
     return count
 
 
-def look_up(
+def find_blocks(
     store: TieredStore,
     keys: Sequence[bytes],
     first: int,
     num_tokens: int,
     block_size: int,
     kinds: Sequence[KVGroupKind],
-) -> int:
-    """Return `num_usable` for the keys that a store has."""
+) -> list[bool]:
+    """Return `is_whole` of `num_usable` for the leading keys that a store has."""
+    if not kinds:
+        return [True] * store.num_matched(keys)
     is_whole: list[bool] = []
     while len(is_whole) < len(keys):
         before = len(is_whole)
@@ -62,7 +64,7 @@ def look_up(
     if False in is_whole[start:]:
         count = store.num_matched(keys[start : len(is_whole)])
         is_whole[start : start + count] = [True] * count
-    return num_usable(is_whole, first, num_tokens, block_size, kinds)
+    return is_whole
 
 
 def load(

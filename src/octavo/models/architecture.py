@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from octavo.errors import ConfigError
 from octavo.models.attention import AttentionConfig
-from octavo.models.declared import Linear, Norm, Table, VectorPart, in_order
+from octavo.models.declared import Linear, Norm, RowsPart, Table, VectorPart, in_order
 from octavo.models.experts import ExpertsConfig
 from octavo.models.kv_layout import KVLayout
 from octavo.models.latent_attention import LatentAttentionConfig
 from octavo.models.quantization_config import read_quantization_config
-from octavo.models.split import RowsPart, Share, split_layer
+from octavo.models.split import split_layer
 from octavo.models.stored_floats import StoredFloats
 from octavo.models.stored_quantization import SCALE_NAMES, StoredQuantization, StoredTensor
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
     from octavo.models.decoder_layer import LayerConfig, LayerTensors
     from octavo.models.per_layer_embeddings import InputsTensors, PerLayerEmbeddings
+    from octavo.models.share import Share
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"

@@ -67,7 +67,7 @@ class AttentionConfig:
         cls,
         config: ConfigFile,
         *,
-        rope: RopeConfig,
+        rope: RopeConfig | None,
         default_head_dim: int | None = None,
         default_num_kv_heads: int | None = None,
         qkv_bias: bool = False,
@@ -94,7 +94,8 @@ class AttentionConfig:
             raise config.error(
                 head_dim_key, f"octavo's kernels support a head_dim of at most {_MAX_HEAD_DIM}, not {head_dim}"
             )
-        rope.check(config, head_dim)
+        if rope is not None:
+            rope.check(config, head_dim)
         return cls(
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,

@@ -38,6 +38,10 @@ _CHANGES_TOKENS: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (None, False),
     "is_causal": (None, True),
     "use_bidirectional_attention": (None, False),
+    "attn_output_gate": (None, True),
+    "normalization_function": (None, "rmsnorm"),
+    "block_use_swiglu": (None, True),
+    "use_pos_enc": (None, True),
 }
 
 

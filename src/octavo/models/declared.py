@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+
+Borders = tuple[int, ...]
+"""The first index of each rank, then the total."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,65 @@ class HeadPart(Linear):
 
 
 @dataclass(frozen=True, slots=True)
+class RowsPart(Linear):
+    """One rank's rows of stored matrices.
+
+    ranges   first and end row of each piece, over all stored matrices as one
+    inputs   borders of the input, if it is divided
+    outputs  borders of the result, if all ranks need it
+    """
+
+    whole: Linear = field(kw_only=True)
+    ranges: tuple[tuple[int, int], ...] = field(kw_only=True)
+    inputs: Borders | None = field(default=None, kw_only=True)
+    outputs: Borders | None = field(default=None, kw_only=True)
+
+    @classmethod
+    def of(
+        cls,
+        whole: Linear,
+        ranges: list[tuple[int, int]],
+        *,
+        inputs: Borders | None = None,
+        outputs: Borders | None = None,
+    ) -> RowsPart:
+        """Take rows of `whole`. No range crosses the border of two stored matrices."""
+        pieces = _pieces(whole, ranges)
+        return cls(
+            tuple((name, sum(each.stop - each.start for each in pieces[name])) for name in whole.names),
+            whole.in_features,
+            whole.has_bias,
+            whole=whole,
+            ranges=tuple(ranges),
+            inputs=inputs,
+            outputs=outputs,
+        )
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the stored matrices."""
+        return self.whole.shapes
+
+    @property
+    def num_weights(self) -> int:
+        """See `Linear`."""
+        return self.out_features * (self.in_features + self.has_bias)
+
+    def pieces(self) -> dict[str, list[slice]]:
+        """Return the rows of each stored matrix."""
+        return _pieces(self.whole, self.ranges)
+
+
+def _pieces(whole: Linear, ranges: Iterable[tuple[int, int]]) -> dict[str, list[slice]]:
+    pieces: dict[str, list[slice]] = {}
+    start = 0
+    for name, rows in whole.parts:
+        pieces[name] = [slice(a - start, b - start) for a, b in ranges if start <= a < start + rows]
+        start += rows
+    return pieces
+
+
+@dataclass(frozen=True, slots=True)
 class Norm:
     """The weight of an RMS norm. name: without ".weight"."""
 
@@ -106,15 +168,22 @@ class Taps(Vector):
 
 @dataclass(frozen=True, slots=True)
 class VectorPart(Vector):
-    """Neighbouring numbers of a stored vector. first: index of the first one. whole_size: numbers in the file."""
+    """One rank's numbers of a stored vector, or its channels of `Taps`. ranges: first and end index of each piece."""
 
-    first: int = field(kw_only=True)
-    whole_size: int = field(kw_only=True)
+    whole: Vector = field(kw_only=True)
+    ranges: tuple[tuple[int, int], ...] = field(kw_only=True)
+
+    @classmethod
+    def of(cls, whole: Vector, ranges: list[tuple[int, int]]) -> VectorPart:
+        """Take numbers or channels of `whole`."""
+        width = whole.size // whole.shapes[whole.name][0]
+        size = width * sum(end - first for first, end in ranges)
+        return cls(whole.name, size, whole=whole, ranges=tuple(ranges))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of the whole stored vector."""
-        return {self.name: (self.whole_size,)}
+        return self.whole.shapes
 
 
 @dataclass(frozen=True, slots=True)

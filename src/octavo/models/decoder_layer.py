@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from octavo.models.declared import Norm, Vector
+from octavo.models.no_sublayer import NoSublayer, Unchanged
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -113,7 +114,7 @@ class LayerTensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
-    """One layer without weights.
+    """One layer without weights. One of its sublayers may be `NoSublayer`.
 
     embeddings: added after the MLP. stream_scale: finally multiply the residual stream by a stored number.
     """
@@ -158,12 +159,18 @@ class DecoderLayer:
         scale, embedding = config.residual_scale, tensors.embedding
         self.kv_group = kv_group
         self.attention = config.attention.build(context, tensors.attention)
-        self.after_attention = ResidualNorm(context, tensors.after_attention, tensors.before_mlp, scale)
+        has_mixer, has_mlp = (not isinstance(each, NoSublayer) for each in (config.attention, config.mlp))
+        stream = tensors.before_mlp if has_mlp else next_norm
+        after_attention = ResidualNorm(context, tensors.after_attention, stream, scale) if has_mixer else Unchanged()
+        self.after_attention: ResidualNorm | Unchanged = after_attention
+        self.after_mlp: ResidualNorm | Unchanged
         self.mlp = config.mlp.build(context, tensors.mlp)
         stream_scale = 1.0 if tensors.stream_scale is None else context.vector(tensors.stream_scale).item()
         last = (next_norm, scale, stream_scale)
         self.embedding = self.after_embedding = None
-        if config.embeddings is None or embedding is None:
+        if not has_mlp:
+            self.after_mlp = Unchanged()
+        elif config.embeddings is None or embedding is None:
             self.after_mlp = ResidualNorm(context, tensors.after_mlp, *last)
         else:
             self.after_mlp = ResidualNorm(context, tensors.after_mlp, None, scale)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 from octavo.kernels.operations.add import add
 from octavo.kernels.operations.add_experts import add_experts
 from octavo.kernels.operations.choose_experts import choose_experts
+from octavo.kernels.operations.relu_squared import relu_squared
 from octavo.kernels.operations.sort_by_expert import sort_by_expert
 from octavo.models.gated_mlp import GatedMLP, GatedMLPConfig
 
@@ -47,7 +48,7 @@ class Experts:
         Includes column orders that ranks repeat. Assumes that all ranks have as many bytes per output feature.
         """
         first, end = self.own_experts
-        whole = 2 * self.config.expert_size, self.config.hidden_size  # output features
+        whole = (1 + self.config.is_gated) * self.config.expert_size, self.config.hidden_size  # output features
         sizes = (own.num_bytes * rows // own.out_features for own, rows in zip(self.groups, whole, strict=True))
         return sum(sizes) // (end - first)
 
@@ -76,12 +77,19 @@ class Experts:
         sort_by_expert(kernels, ids, sources, places, starts)
         expert_borders, (first, end) = self.expert_borders, self.own_experts
         own = starts if expert_borders is None else starts[first : end + 1]
-        gate_up = kernels.grouped_linear(hidden, self.gate_up, own, sources=sources)
-        inner = kernels.gate(gate_up, self.config.activation, group_start=own)
+        inner = kernels.grouped_linear(hidden, self.gate_up, own, sources=sources)
+        if self.config.is_gated:
+            inner = kernels.gate(inner, self.config.activation, group_start=own)
+        else:
+            relu_squared(kernels, inner)
         outputs = kernels.grouped_linear(inner, self.down, own, float32_out=True)
         shared = shared_gate = nothing
         if self.shared_gate_up is not None and self.shared_down is not None:
-            inner = kernels.gated_linear(hidden, self.shared_gate_up, self.config.activation)
+            if self.config.is_gated:
+                inner = kernels.gated_linear(hidden, self.shared_gate_up, self.config.activation)
+            else:
+                inner = kernels.linear(hidden, self.shared_gate_up)
+                relu_squared(kernels, inner)
             shared = kernels.linear(inner, self.shared_down, float32_out=True)
         if self.shared_gate is not None:
             shared_gate = kernels.linear(hidden, self.shared_gate, float32_out=True)

@@ -120,6 +120,8 @@ class ExpertsConfig:
     """The weighted sum of the chosen experts' outputs, plus a shared expert's output.
 
     has_shared_gate: a linear layer's sigmoid multiplies the shared expert's output. has_bias: of the experts.
+    is_gated: False for experts, also shared ones, that compute down(max(up(x), 0)^2).
+    is_shared_fused: the checkpoint stores the shared expert's gate and up projections in one tensor.
     router_name, shared_name: names in the checkpoint, after "mlp.". branches: separate norms of the residual stream for
     shared expert, experts and router.
     """
@@ -132,6 +134,8 @@ class ExpertsConfig:
     has_shared_gate: bool = False
     has_bias: bool = False
     has_shared_bias: bool = False
+    is_gated: bool = True
+    is_shared_fused: bool = False
     router_name: str = "gate"
     shared_name: str = "shared_expert"
     branches: BranchNorms | None = None
@@ -160,18 +164,20 @@ class ExpertsConfig:
     def num_idle_parameters(self) -> int:
         """Weights not used for a token."""
         idle = self.router.num_experts - self.router.num_chosen
-        return idle * 3 * self.hidden_size * self.expert_size
+        return idle * (2 + self.is_gated) * self.hidden_size * self.expert_size
 
     def tensors(self, name: str, hidden_size: int) -> ExpertsTensors:
         """See `MLPConfig`. Includes each expert's tensors."""
         layer, name, num_experts = name, f"{name}.mlp", self.router.num_experts
         experts = [
-            _expert(f"{name}.experts.{index}", hidden_size, self.expert_size, self.has_bias)
+            self._expert(f"{name}.experts.{index}", hidden_size, self.expert_size, self.has_bias)
             for index in range(num_experts)
         ]
         shared, shared_name = None, f"{name}.{self.shared_name}" if self.shared_name else name
         if self.shared_size is not None:
-            shared = _expert(shared_name, hidden_size, self.shared_size, self.has_shared_bias)
+            shared = self._expert(
+                shared_name, hidden_size, self.shared_size, self.has_shared_bias, is_fused=self.is_shared_fused
+            )
         router, choice_bias, expert_scale = f"{name}.{self.router_name}", None, None
         if self.router.has_choice_bias:
             choice_bias = Vector(f"{router}.e_score_correction_bias", num_experts)
@@ -188,6 +194,17 @@ class ExpertsConfig:
             branches=None if self.branches is None else self.branches.tensors(layer, router, hidden_size),
         )
 
+    def _expert(
+        self, name: str, hidden_size: int, size: int, has_bias: bool, *, is_fused: bool = False
+    ) -> GatedMLPTensors:
+        gate_up: tuple[tuple[str, int], ...] = ((f"{name}.gate_proj", size), (f"{name}.up_proj", size))
+        if is_fused:
+            gate_up = ((f"{name}.gate_up_proj", 2 * size),)
+        return GatedMLPTensors(
+            gate_up=Linear(gate_up if self.is_gated else gate_up[1:], hidden_size, has_bias),
+            down=Linear(((f"{name}.down_proj", hidden_size),), size, has_bias),
+        )
+
     def build(self, context: ModelContext, tensors: ExpertsTensors) -> MLP:
         """See `MLPConfig`."""
         from octavo.models.expert_layer import ExpertBranches, Experts  # noqa: PLC0415
@@ -198,11 +215,3 @@ class ExpertsConfig:
 def is_router(tensor_name: str) -> bool:
     """Return True for routers and shared experts' gates."""
     return tensor_name.endswith(tuple(f".{each}.weight" for each in ROUTERS))
-
-
-def _expert(name: str, hidden_size: int, expert_size: int, has_bias: bool = False) -> GatedMLPTensors:
-    gate_up = ((f"{name}.gate_proj", expert_size), (f"{name}.up_proj", expert_size))
-    return GatedMLPTensors(
-        gate_up=Linear(gate_up, hidden_size, has_bias),
-        down=Linear(((f"{name}.down_proj", hidden_size),), expert_size, has_bias),
-    )

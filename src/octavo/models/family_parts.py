@@ -16,6 +16,9 @@ from octavo.models.gated_attention import GatedAttentionConfig
 from octavo.models.gated_conv import GatedConvConfig
 from octavo.models.gated_delta import GatedDeltaConfig
 from octavo.models.latent_attention import LatentAttentionConfig
+from octavo.models.mamba2 import Mamba2Config
+from octavo.models.no_sublayer import NoSublayer
+from octavo.models.plain_mlp import PlainMLPConfig
 from octavo.models.registry import architecture_of
 
 if TYPE_CHECKING:
@@ -49,6 +52,20 @@ _DEEPSEEK: dict[str, Any] = {
     "qk_rope_head_dim": 16,
     "v_head_dim": 16,
 }
+_GRANITE_HYBRID: dict[str, Any] = {
+    "layer_types": [*["linear_attention"] * 5, "full_attention"] * 2,
+    "num_local_experts": 0,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "shared_intermediate_size": 96,
+}
+_NEMOTRON_H: dict[str, Any] = {
+    "hybrid_override_pattern": "M-M-M*M-M-M*",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+}
+_HYBRIDS = {"GraniteMoeHybridForCausalLM": _GRANITE_HYBRID, "NemotronHForCausalLM": _NEMOTRON_H}
 _OF_DEEPSEEK = frozenset(f"{name}ForCausalLM" for name in ("DeepseekV2", "DeepseekV3", "Glm4Moe", "Glm4MoeLite"))
 _QWEN = ("Qwen2Moe", "Qwen3Moe", "Qwen3Next", "Qwen3_5Moe")
 _WITH_EXPERTS = frozenset(
@@ -71,11 +88,18 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
     {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}},
     {"tie_word_embeddings": True},
     {"attention_k_eq_v": True},
+    {"mamba_proj_bias": True},
+    {"use_bias": True},
+    {"hybrid_override_pattern": "MEMEM*MEMEM*"},
+    {"time_step_limit": [0.001, 10.0]},
     {"num_kv_shared_layers": 4},
     {"hidden_size_per_layer_input": 16},
+    {"num_local_experts": 8, "num_experts_per_tok": 2},
     {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 48},
 )
-_OF_FILES = frozenset({"stored", "stored_floats", "has_head", "text_part_of", "is_fused", "is_split"})
+_OF_FILES = frozenset(
+    {"stored", "stored_floats", "has_head", "text_part_of", "is_fused", "is_split", "decay_is_stored"}
+)
 _NAMED = {"shared_layer": "KV of an earlier layer", "embeddings": "per-layer embeddings"}
 _OF_KIND = frozenset({"kind", "partial_rotary_factor", "interleaved", "query_scale_beta"})
 
@@ -109,7 +133,7 @@ def parts_of(architecture: Architecture) -> list[Part]:
 def family_parts(name: str) -> tuple[list[str], list[str]]:
     """Return a family's constant and optional parts."""
     sample = _SAMPLE | {"architectures": [name]} | (_EXPERTS if name in _WITH_EXPERTS else {})
-    sample |= _DEEPSEEK if name in _OF_DEEPSEEK else {}
+    sample |= _DEEPSEEK if name in _OF_DEEPSEEK else _HYBRIDS.get(name, {})
     sample |= _LFM2 if name.startswith("Lfm2") else {}
     try:
         always = _names_of(sample | _ROPE)
@@ -140,9 +164,15 @@ def _layer_parts(layer: LayerConfig) -> Iterator[Part]:
     elif isinstance(layer.attention, GatedConvConfig):
         yield Part("gated short convolution")
         yield from _changed("convolution", layer.attention)
-    else:
+    elif isinstance(layer.attention, Mamba2Config):
+        yield Part("Mamba-2")
+        yield from _changed("Mamba-2", layer.attention)
+    elif not isinstance(layer.attention, NoSublayer):
         yield Part("attention")
     yield from _mlp_parts(layer.mlp)
+    if isinstance(layer.attention, NoSublayer) or isinstance(layer.mlp, NoSublayer):
+        yield Part("one sublayer per layer")
+        return
     places = [each.name for each in dataclasses.fields(layer.norms) if getattr(layer.norms, each.name) is not None]
     if places != ["before_attention", "before_mlp"]:
         yield Part(f"norms {' and '.join(map(_words, places))}")
@@ -150,6 +180,8 @@ def _layer_parts(layer: LayerConfig) -> Iterator[Part]:
 
 
 def _mlp_parts(mlp: MLPConfig) -> Iterator[Part]:
+    if isinstance(mlp, PlainMLPConfig) or (isinstance(mlp, ExpertsConfig) and not mlp.is_gated):
+        yield Part("MLP without a gate")
     if not isinstance(mlp, ExpertsConfig):
         yield from _changed("MLP", mlp)
         return

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octavo.models.attention import AttentionConfig, AttentionTensors
-from octavo.models.declared import Linear
-from octavo.models.split import RowsPart
+from octavo.models.declared import Linear, RowsPart
 
 if TYPE_CHECKING:
     from octavo.models.gated_attention_layer import GatedAttention

@@ -20,7 +20,7 @@ class GatedConvTensors(NamedTuple):
     """A layer's tensors. inputs: the gate before the convolution, the gate after it, and the values."""
 
     inputs: Linear
-    conv: Taps
+    conv: Vector
     conv_bias: Vector | None
     out: Linear
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from octavo.models.declared import Linear, Taps, Vector
+from octavo.models.declared import Linear, RowsPart, Taps, Vector
 from octavo.models.kv_layout import StateShape
-from octavo.models.split import RowsPart
 
 if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
@@ -24,7 +23,7 @@ class GatedDeltaTensors(NamedTuple):
 
     inputs: Linear
     rates: Linear
-    conv: Taps
+    conv: Vector
     decay: Vector
     dt_bias: Vector
     norm: Vector
@@ -33,7 +32,7 @@ class GatedDeltaTensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedDeltaConfig:
-    """A layer whose heads have a state [key_dim, value_dim] instead of keys and values.
+    """A layer with a state [key_dim, value_dim] for each head, instead of keys and values.
 
     num_taps           width of the convolution before the heads
     is_tiled           value head h uses key head h % num_key_heads, instead of consecutive value heads the same one

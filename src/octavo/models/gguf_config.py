@@ -41,7 +41,10 @@ _NOT_READ = (
 _NEUTRAL = {"rope.scaling.attn_factor": 1.0}
 _GEMMA_LOCAL_THETA = 10_000.0
 # llama.cpp stores these weights in wider types
-_WIDENED = (TABLE, "per_layer_model_proj", ".ffn_gate_inp", ".shortconv.conv.", ".ssm_alpha", ".ssm_beta", ".ssm_ba")
+_WIDENED = (
+    TABLE, "per_layer_model_proj", ".ffn_gate_inp", ".ssm_alpha", ".ssm_beta", ".ssm_ba", ".ssm_a", ".ssm_d",
+    ".ssm_norm",
+)  # fmt: skip
 _SMOLLM3_ROPE_PERIOD, _GEMMA2_PERIOD, _GEMMA3_PERIOD, _OLMO3_PERIOD, _GPT_OSS_PERIOD = 4, 2, 6, 4, 2
 _MAX_FLOAT32 = 3.4e38
 _SOFTMAX, _SIGMOID = 1, 2  # numbers of expert_gating_func
@@ -143,6 +146,15 @@ class GGUFFields:
                 key, f"must have {self.num_layers} integers of at least {least}, one for each layer"
             )
         return values
+
+    def largest(self, key: str, default: int | None = None) -> int:
+        """Return the largest count of a layer. Layers without the counted things have 0."""
+        is_list = isinstance(self.values.values.get(key), list)
+        return max(self.counts(key, least=0)) if is_list else self.count(key, default)
+
+    def first_with(self, part: str) -> int | None:
+        """Return the first layer that has a tensor."""
+        return next((layer for layer in range(self.num_layers) if self.has(f"blk.{layer}.{part}")), None)
 
     def window(self) -> int | None:
         """Return the sliding window in tokens, or None."""
@@ -351,6 +363,89 @@ def _read_granite(fields: GGUFFields) -> dict[str, Any]:
     return {key: value for key, value in given.items() if value is not None}
 
 
+def _read_dense_granite(fields: GGUFFields) -> dict[str, Any]:
+    """The conversion of Granite 4 without Mamba-2 also writes Mamba-2's keys, and the MLP's size as a shared one."""
+    for key in fields.values.values:
+        if key.startswith("ssm."):
+            fields.values.mark(key)
+    size = fields.optional("expert_shared_feed_forward_length") or fields.count("feed_forward_length")
+    fields.values.mark("feed_forward_length")
+    return _read_granite(fields) | {"intermediate_size": int(size)}
+
+
+def _read_granite_hybrid(fields: GGUFFields) -> dict[str, Any]:
+    is_recurrent = [fields.has(f"blk.{layer}.ssm_in.weight") for layer in range(fields.num_layers)]
+    rotates = fields.values.flag("rope.scaling.finetuned", default=True)  # as in llama.cpp
+    size = fields.optional("expert_shared_feed_forward_length") or fields.count("feed_forward_length")
+    return _read_granite(fields) | _read_mamba2(fields, _GRANITE_MAMBA) | {
+        "num_key_value_heads": fields.largest("attention.head_count_kv"),
+        "attention_bias": fields.first_with("attn_q.bias") is not None,
+        "layer_types": ["linear_attention" if each else "full_attention" for each in is_recurrent],
+        "position_embedding_type": "rope" if rotates else "nope",
+        "shared_intermediate_size": int(size),
+        "mlp_is_fused": False,
+        "num_local_experts": int(fields.optional("expert_count") or 0),
+        "num_experts_per_tok": int(fields.optional("expert_used_count") or 0),
+    }  # fmt: skip
+
+
+_GRANITE_MAMBA = (
+    "mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv", "mamba_proj_bias",
+    "mamba_conv_bias",
+)  # fmt: skip
+_NEMOTRON_MAMBA = (
+    "mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", "use_bias", "use_conv_bias",
+)  # fmt: skip
+
+
+def _read_mamba2(fields: GGUFFields, names: tuple[str, ...]) -> dict[str, Any]:
+    """Read the keys of Mamba-2. names: the family's keys of config.json for the sizes and biases."""
+    num_heads, inner = fields.count("ssm.time_step_rank"), fields.count("ssm.inner_size")
+    if inner % num_heads:
+        raise fields.values.error("ssm.inner_size", f"must be a multiple of ssm.time_step_rank = {num_heads}")
+    sizes = (fields.count(f"ssm.{name}") for name in ("state_size", "group_count", "conv_kernel"))
+    biases = (fields.first_with(f"{part}.bias") is not None for part in ("ssm_in", "ssm_conv1d"))
+    values = (num_heads, inner // num_heads, *sizes, *biases)
+    return dict(zip(names, values, strict=True)) | {"decay_is_stored": True}
+
+
+def _read_nemotron_h(fields: GGUFFields) -> dict[str, Any]:
+    """The conversion's feed_forward_length is 0 for dense MLPs, so kinds and sizes come from the tensors."""
+    kinds = [_nemotron_kind(fields, layer) for layer in range(fields.num_layers)]
+    keys = _read_mamba2(fields, _NEMOTRON_MAMBA) | {
+        "layers_block_type": kinds,
+        "layer_norm_epsilon": fields.number("attention.layer_norm_rms_epsilon"),
+        "num_key_value_heads": fields.largest("attention.head_count_kv"),
+        "intermediate_size": 1,
+        "mlp_bias": any(fields.first_with(f"{part}.bias") is not None for part in ("ffn_up", "ffn_up_shexp")),
+        "moe_latent_size": fields.optional("moe_latent_size"),
+    }
+    for key in ("feed_forward_length", "attention.layer_norm_epsilon"):
+        fields.values.mark(key)
+    if (dense := fields.first_with("ffn_up.weight")) is not None:
+        keys["intermediate_size"] = fields.file.tensors[f"blk.{dense}.ffn_up.weight"].shape[0]
+    if "moe" in kinds:
+        size = fields.count("expert_shared_feed_forward_length")
+        return _read_routed(fields, is_sigmoid=True) | keys | {"moe_shared_expert_intermediate_size": size}
+    for key in fields.values.values:
+        if key.startswith("expert_"):
+            fields.values.mark(key)
+    return keys
+
+
+def _nemotron_kind(fields: GGUFFields, layer: int) -> str:
+    kinds = {
+        "ssm_in": "linear_attention",
+        "attn_q": "full_attention",
+        "ffn_gate_inp": "moe",
+        "ffn_up": "mlp",
+    }
+    found = [kind for part, kind in kinds.items() if fields.has(f"blk.{layer}.{part}.weight")]
+    if len(found) != 1:
+        raise ModelError(f"{fields.file.path}: layer {layer} must have one of the tensors {', '.join(kinds)}")
+    return found[0]
+
+
 def _read_smollm3(fields: GGUFFields) -> dict[str, Any]:
     return {"no_rope_layers": [int((layer + 1) % _SMOLLM3_ROPE_PERIOD != 0) for layer in range(fields.num_layers)]}
 
@@ -402,10 +497,11 @@ _GLM_NAMES = {
 
 
 def _read_experts(fields: GGUFFields, **more: Any) -> dict[str, Any]:
+    size = "expert_feed_forward_length"
     return more | {
         "num_experts": fields.count("expert_count"),
         "num_experts_per_tok": fields.count("expert_used_count"),
-        "moe_intermediate_size": fields.count("expert_feed_forward_length", fields.count("feed_forward_length")),
+        "moe_intermediate_size": fields.count(size if fields.values.has(size) else "feed_forward_length"),
     }
 
 
@@ -611,6 +707,18 @@ _GEMMA4_NAMES = _GEMMA_NORMS | {
     "ffn_down_exps.scale": "mlp.router.per_expert_scale",
 }
 _POST_NORM, _ROUTER = {"post_attention_norm": "post_attention_layernorm"}, {"ffn_gate_inp": "mlp.router"}
+_MAMBA_NAMES = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_dt.bias": "mamba.dt_bias",
+    "ssm_a": "mamba.decay",
+    "ssm_d": "mamba.D",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+}
+_SHARED_MLP = {f"ffn_{part}_shexp": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
+_GRANITE_HYBRID_NAMES = _ROUTER | _SHARED_MLP | _MAMBA_NAMES
+_NEMOTRON_NAMES = _DEEPSEEK_NAMES | _MAMBA_NAMES
 _GLM4_MOE_NAMES, _GPT_OSS_NAMES = _DEEPSEEK_NAMES | _POST_NORM, _POST_NORM | _ROUTER
 _OLMO_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _FAMILIES = {
@@ -635,7 +743,20 @@ _FAMILIES = {
     "mistral3": GGUFFamily("MistralForCausalLM", "mistral", _read_mistral3, rotates_pairs=True),
     "glm4moe": GGUFFamily("Glm4MoeForCausalLM", "glm4_moe", _read_glm4_moe, _GLM4_MOE_NAMES),
     "granitemoe": GGUFFamily("GraniteMoeForCausalLM", "granitemoe", _read_granite_moe, _ROUTER, rotates_pairs=True),
-    "granite": GGUFFamily("GraniteForCausalLM", "granite", _read_granite, rotates_pairs=True),
+    "granite": GGUFFamily("GraniteForCausalLM", "granite", _read_dense_granite, rotates_pairs=True),
+    "granitehybrid": GGUFFamily(
+        "GraniteMoeHybridForCausalLM",
+        "granitemoehybrid",
+        _read_granite_hybrid,
+        _GRANITE_HYBRID_NAMES,
+        rotates_pairs=True,
+    ),
+    "nemotron_h": GGUFFamily(
+        "NemotronHForCausalLM", "nemotron_h", _read_nemotron_h, _NEMOTRON_NAMES, rotates_pairs=True
+    ),
+    "nemotron_h_moe": GGUFFamily(
+        "NemotronHForCausalLM", "nemotron_h", _read_nemotron_h, _NEMOTRON_NAMES, rotates_pairs=True
+    ),
     "smollm3": GGUFFamily("SmolLM3ForCausalLM", "smollm3", _read_smollm3, rotates_pairs=True),
     "olmo2": GGUFFamily("Olmo2ForCausalLM", "olmo2", _read_olmo, _OLMO_NORMS),
     "lfm2": GGUFFamily("Lfm2ForCausalLM", "lfm2", _read_lfm2),

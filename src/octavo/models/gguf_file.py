@@ -32,7 +32,7 @@ _MAX_SPLITS = 1 << 12
 _ALL_EXPERTS = re.compile(r"(?P<layer>blk\.\d+)\.ffn_(?P<part>gate|up|down|gate_up)_exps\.(?P<kind>weight|bias)")
 _ALL_HEADS = re.compile(r"blk\.\d+\.attn_[kv]_b\.weight")
 _ONE_ROW = re.compile(r"blk\.\d+\.ffn_gate_inp_shexp\.weight")
-_TAPS = re.compile(r"blk\.\d+\.ssm_conv1d\.weight")
+_TAPS = re.compile(r"blk\.\d+\.(?:ssm_conv1d|shortconv\.conv)\.weight")
 # Pieces of a file cut by bytes: NAME.gguf.part1of2, NAME.gguf-split-a, NAME.gguf.001.
 _PIECE_NAME = re.compile(
     r"(?P<whole>.+\.gguf)"

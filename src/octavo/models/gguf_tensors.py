@@ -65,7 +65,7 @@ class GGUFTensors:
             if name not in self._names:
                 continue
             stored = self._weights.file.tensors[self._names[name]]
-            if stored.shape not in {shape, _without_ones(shape)}:
+            if not _fits(stored.shape, shape):
                 raise ModelError(
                     f"{stored.path}: {self._names[name]} has the shape {list(stored.shape)}, but the metadata requires "
                     f"{list(shape)}"
@@ -188,9 +188,9 @@ def _forget(path: Path, rows: Tensor) -> None:
     forget_pages(path, [(rows.data_ptr(), rows.nbytes)])
 
 
-def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape that llama.cpp gives to the taps of a convolution, [channels, 1, width]."""
-    return shape if len(shape) < 3 else tuple(size for size in shape if size > 1)
+def _fits(found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Return True for equal shapes. llama.cpp stores some vectors as rows."""
+    return found == shape or (len(shape) == 1 and math.prod(found) == shape[0])
 
 
 def halves_of_heads(num_heads: int, num_rows: int) -> Tensor:

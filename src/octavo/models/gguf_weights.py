@@ -95,7 +95,8 @@ class GGUFWeights:
         if self.family.rotates_pairs:
             fields = GGUFFields(file, self.architecture)
             heads = fields.count("attention.head_count")
-            self._pairs = {"attn_q": heads, "attn_k": fields.count("attention.head_count_kv", heads)}
+            kv_heads = fields.largest("attention.head_count_kv", heads)
+            self._pairs = {"attn_q": heads, "attn_k": kv_heads}
 
     @property
     def types(self) -> tuple[str, ...]:

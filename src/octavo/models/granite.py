@@ -28,26 +28,26 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
     attention = AttentionConfig.read(config, rope=rope, qkv_bias=bias, o_bias=bias)
     mlp: MLPConfig = GatedMLPConfig.read(config, bias=config.flag("mlp_bias", default=False))
     if name == _WITH_EXPERTS:
-        mlp = _read_experts(config)
-    layer = LayerConfig(
-        attention=replace(attention, scale=config.number("attention_multiplier", 1.0)),
-        mlp=mlp,
-        residual_scale=config.number("residual_multiplier", 1.0),
-    )
-    architecture = read_decoder(
-        config,
-        name,
-        layers=(layer,) * config.count("num_hidden_layers"),
-        max_context_tokens=rope.max_context_tokens(max_positions),
-    )
+        mlp = read_experts(config)
+    attention = replace(attention, scale=config.number("attention_multiplier", 1.0))
+    layers = (LayerConfig(attention=attention, mlp=mlp),) * config.count("num_hidden_layers")
+    return read_scaled(config, name, layers, rope.max_context_tokens(max_positions))
+
+
+def read_scaled(
+    config: ConfigFile, name: str, layers: tuple[LayerConfig, ...], max_context_tokens: int
+) -> Architecture:
+    """Read the factors of embeddings, residuals and logits, and all families' keys."""
+    scale = config.number("residual_multiplier", 1.0)
+    layers = tuple(replace(layer, residual_scale=scale) for layer in layers)
     return replace(
-        architecture,
+        read_decoder(config, name, layers=layers, max_context_tokens=max_context_tokens),
         embedding_scale=config.number("embedding_multiplier", 1.0),
         logits_scaling=config.number("logits_scaling", 1.0),
     )
 
 
-def _read_experts(config: ConfigFile) -> ExpertsConfig:
+def read_experts(config: ConfigFile) -> ExpertsConfig:
     """`intermediate_size` is one expert's."""
     dense = GatedMLPConfig.read(config)
     return ExpertsConfig(

@@ -150,7 +150,47 @@ class LatentShape:
 
 
 @dataclass(frozen=True, slots=True)
-class StateShape:
+class NothingStored:
+    """No data per position."""
+
+    @property
+    def shared_layer(self) -> None:
+        """See `CacheSpec`."""
+        return
+
+    @property
+    def kind(self) -> KVGroupKind:
+        """See `CacheSpec`."""
+        return FullAttention()
+
+    @property
+    def keeping_all(self) -> NothingStored:
+        """See `CacheSpec`."""
+        return self
+
+    def block_bytes(self, block_size: int, dtype: str) -> int:
+        """Return 0."""
+        del block_size, dtype
+        return 0
+
+    def views(self, part: Tensor, block_size: int) -> tuple[Tensor, ...]:
+        """Return nothing."""
+        del part, block_size
+        return ()
+
+    def match(self, own: Any, whole_spec: NothingStored, whole: Any) -> tuple[Any, Any]:
+        """See `CacheSpec`."""
+        assert self == whole_spec
+        return own, whole
+
+    def obstacle(self, dtype: str) -> str | None:
+        """Return None."""
+        del dtype
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape(NothingStored):
     """A recurrent state per sequence, instead of data per position.
 
     inputs: shapes of parts in the activations' dtype. numbers: shapes of float32 parts. kept_width: numbers of a kept
@@ -160,22 +200,11 @@ class StateShape:
     inputs: tuple[tuple[int, ...], ...]
     numbers: tuple[tuple[int, ...], ...]
     kept_width: int = 0
-    shared_layer: int | None = None
 
     @property
     def kind(self) -> KVGroupKind:
         """See `CacheSpec`."""
         return RecurrentStates()
-
-    @property
-    def keeping_all(self) -> StateShape:
-        """See `CacheSpec`."""
-        return self
-
-    def block_bytes(self, block_size: int, dtype: str) -> int:
-        """Return 0."""
-        del block_size, dtype
-        return 0
 
     def slot_bytes(self, dtype: str) -> int:
         """Return the bytes of a sequence's state. dtype: of activations."""
@@ -193,35 +222,18 @@ class StateShape:
             for shape, each in sizes
         ]
 
-    def slot_views(self, part: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def slot_views(self, part: Tensor, dtype: torch.dtype, number_dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Return the state's parts, each [num_slots, ...], as views of `part`, uint8 [num_slots, slot_bytes].
 
-        dtype: of activations.
+        dtype: of activations. number_dtype: float32.
         """
-        import torch  # noqa: PLC0415 - only to run a model
-
         views, start = [], 0
         for index, (shape, num_bytes) in enumerate(self._parts(str(dtype).removeprefix("torch."))):
-            each = dtype if index < len(self.inputs) else torch.float32
+            each = dtype if index < len(self.inputs) else number_dtype
             data = part[:, start : start + math.prod(shape) * each.itemsize].view(each)
             views.append(data.view(len(part), *shape))
             start += num_bytes
         return tuple(views)
-
-    def views(self, part: Tensor, block_size: int) -> tuple[Tensor, ...]:
-        """Return nothing."""
-        del part, block_size
-        return ()
-
-    def match(self, own: Any, whole_spec: StateShape, whole: Any) -> tuple[Any, Any]:
-        """See `CacheSpec`. Blocks have no states."""
-        assert self == whole_spec
-        return own, whole
-
-    def obstacle(self, dtype: str) -> str | None:
-        """Return None."""
-        del dtype
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,11 +279,17 @@ class KVLayout:
         return sum(spec.kept_bytes(dtype) for spec in self.states.values())
 
     @property
+    def last_writer(self) -> int:
+        """The last layer that stores something."""
+        stores = (spec.shared_layer is None and spec != NothingStored() for spec in self.layers)
+        return max(index for index, each in enumerate(stores) if each)
+
+    @property
     def kv_groups(self) -> tuple[LayerGroup, ...]:
         """One group per kind, without recurrent states. The first reads all positions, and may be empty."""
         groups: dict[KVGroupKind, list[int]] = {FullAttention(): []}
         for index, spec in enumerate(self.layers):
-            if spec.shared_layer is None and not isinstance(spec, StateShape):
+            if spec.shared_layer is None and not isinstance(spec, NothingStored):
                 groups.setdefault(spec.kind, []).append(index)
         return tuple(LayerGroup(kind, tuple(numbers)) for kind, numbers in groups.items())
 

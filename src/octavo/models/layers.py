@@ -10,8 +10,8 @@ import torch
 from octavo.kernels.interface import SplitLinear
 from octavo.kernels.operations.divide import divide
 from octavo.kernels.operations.soft_cap import soft_cap
+from octavo.models.declared import RowsPart
 from octavo.models.decoder_layer import DecoderLayer
-from octavo.models.split import RowsPart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -159,7 +159,7 @@ class CausalLM:
             self.layer_inputs = embeddings.build(context, tensors.layer_inputs)
         layout = context.architecture.kv_layout
         kv_groups = layout.group_indices
-        self.last_writer = max(index for index, spec in enumerate(layout.layers) if spec.shared_layer is None)
+        self.last_writer = layout.last_writer
         layers = zip(context.architecture.layers, tensors.layers, kv_groups, next_norms, strict=True)
         self.layers = [DecoderLayer(context, *layer) for layer in layers]
         self.lm_head = self.embed_tokens if tensors.head is None else context.linear(tensors.head)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from octavo.kernels.quantization import QuantizedWeight
     from octavo.models.architecture import Architecture
     from octavo.models.declared import Linear, Norm, Table, Vector
-    from octavo.models.split import Share
+    from octavo.models.share import Share
     from octavo.models.weight_source import StoredTensors, StoredWeight, TableRows, WeightSource
 
 logger = logging.getLogger(__name__)
@@ -86,8 +86,9 @@ def load_model(
     start_vector_math()
     is_dummy = load_format == "dummy"
     source = _open_source(weights, architecture.whole or architecture, kernels, dtype, seed if is_dummy else None)
-    if architecture.has_parts:
-        source = SplitTensors(source, architecture)
+    for each in (architecture.whole, architecture):  # a rank's rows are rows of the undivided model's parts
+        if each is not None and each.has_parts:
+            source = SplitTensors(source, each)
     computed = activation_dtype(dtype, device)
     norm_dtype = str(computed).removeprefix("torch.")
     keeps_fp8 = not is_dummy and kernels.multiplies_fp8 and quantization in {None, "fp8"}
@@ -336,7 +337,7 @@ class _Packer:
 
     def vector(self, declared: Vector) -> Tensor:
         self._count(declared.size * torch.float32.itemsize)
-        numbers = self.source.tensor(declared.name).to(self.device, torch.float32, copy=True)
+        numbers = self.source.tensor(declared.name).flatten().to(self.device, torch.float32, copy=True)
         if not bool(numbers.isfinite().all()):
             raise ModelError(f"{declared.name} has a value that is infinite or not a number; download the model again")
         return numbers

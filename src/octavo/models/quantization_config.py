@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from octavo.models.stored_floats import MXFP4_GROUP, FloatLayout, StoredFloats
 from octavo.models.stored_quantization import StoredLayout, StoredQuantization
+from octavo.models.weight_files import part_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -224,7 +225,7 @@ def _names(section: ConfigFile, key: str) -> tuple[str, ...]:
 
 def _as_pattern(name: str) -> str:
     """Make a pattern of a name with `*`, which also matches modules inside the named modules."""
-    name = name.replace("language_model.", "")
+    name = part_name(f"{name.replace('language_model.', '')}.").removesuffix(".")
     if name.startswith("re:") or "*" not in name:
         return name
     return "re:" + re.escape(name).replace(r"\*", ".*") + r"(\.|$)"

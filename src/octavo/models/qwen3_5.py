@@ -11,7 +11,7 @@ from octavo.models.decoder_layer import LayerConfig
 from octavo.models.gated_attention import GatedAttentionConfig
 from octavo.models.gated_delta import GatedDeltaConfig
 from octavo.models.gated_mlp import GatedMLPConfig
-from octavo.models.layer_types import FULL
+from octavo.models.layer_types import FULL, LINEAR, read_hybrid_types
 from octavo.models.rope_config import read_rope
 from octavo.models.text_part import without_mrope
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
 
 MODELS = {"Qwen3_5ForCausalLM": "Qwen3.5, Qwen3.6, Qwen3.8"}
-_LINEAR, _PARTIAL, _ROPES = "linear_attention", "partial_rotary_factor", ("rope_parameters", "rope_scaling")
+_PARTIAL, _ROPES = "partial_rotary_factor", ("rope_parameters", "rope_scaling")
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
@@ -54,14 +54,5 @@ def _read_attention(config: ConfigFile) -> tuple[GatedAttentionConfig, int]:
 
 def _read_kinds(config: ConfigFile) -> list[str]:
     num_layers, interval = config.count("num_hidden_layers"), config.count("full_attention_interval", 4)
-    kinds = [_LINEAR if (index + 1) % interval else FULL for index in range(num_layers)]
-    if config.has("layer_types"):
-        kinds = config.values["layer_types"]
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise config.error("layer_types", f"must list num_hidden_layers = {num_layers} entries")
-    for kind in kinds:
-        if kind not in {FULL, _LINEAR}:
-            raise config.error("layer_types", f"octavo supports {FULL} and {_LINEAR} in this family, not {kind!r}")
-    if FULL not in kinds:
-        raise config.error("layer_types", f"octavo needs at least one layer with {FULL}")
-    return kinds
+    kinds = [LINEAR if (index + 1) % interval else FULL for index in range(num_layers)]
+    return read_hybrid_types(config.with_defaults(layer_types=kinds))

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 DEFAULT_STD = 0.02
 _TABLE_ROWS = 4096
 # Recurrent layers with these means remember tens of tokens, and their results are not small.
-_MEANS = (("_scalar", 1.0), ("scale", 1.0), (".A_log", -2.0), (".linear_attn.norm.weight", 1.0))
+_MEANS = (
+    ("_scalar", 1.0), ("scale", 1.0), (".A_log", -2.0), (".linear_attn.norm.weight", 1.0), (".mamba.D", 1.0),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +203,23 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.2,
         "logits_scaling": 2.0,
     },
+    "GraniteMoeHybridForCausalLM": {
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 96,
+        "layer_types": ["linear_attention", "full_attention"],
+        "position_embedding_type": "nope",
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 24,
+        "mamba_n_groups": 1,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 2.0,
+    },
     "GptOssForCausalLM": {
         "model_type": "gpt_oss",
         "num_local_experts": 4,
@@ -235,6 +254,22 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 96,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
     },
+    "NemotronHForCausalLM": {
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "ME*-",
+        "num_hidden_layers": 4,
+        "layer_norm_epsilon": 1e-6,
+        "mlp_hidden_act": "relu2",
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 24,
+        "n_groups": 2,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "moe_shared_expert_intermediate_size": 96,
+        "routed_scaling_factor": 1.5,
+    },
     "Qwen3_5ForCausalLM": _QWEN3_5 | {"model_type": "qwen3_5_text"},
     "Qwen3_5MoeForCausalLM": _QWEN3_5
     | _QWEN_MOE
@@ -247,19 +282,33 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
 
 
 _OF_LFM2 = {ours: theirs for theirs, ours in LFM2_PARTS.items()}
-_JOINED = frozenset(f"{name}ForCausalLM" for name in ("Gemma4", "GptOss", "GraniteMoe", "Qwen3_5Moe"))
+_JOINED = frozenset(
+    f"{name}ForCausalLM" for name in ("Gemma4", "GptOss", "GraniteMoe", "GraniteMoeHybrid", "Qwen3_5Moe")
+)
+_GRANITE_MOE = {
+    "mlp.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
+    "mlp.experts.down_proj": "block_sparse_moe.output_linear.weight",
+    "mlp.router": "block_sparse_moe.router.layer",
+}
 _STORED_NAMES = {
     "Lfm2ForCausalLM": _OF_LFM2,
     "Lfm2MoeForCausalLM": _OF_LFM2,
-    "GraniteMoeForCausalLM": {
-        "mlp.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
-        "mlp.experts.down_proj": "block_sparse_moe.output_linear.weight",
-        "mlp.router": "block_sparse_moe.router.layer",
-    },
+    "GraniteMoeForCausalLM": _GRANITE_MOE,
+    "GraniteMoeHybridForCausalLM": _GRANITE_MOE
+    | {".mlp.gate_up_proj.": ".shared_mlp.input_linear.", ".mlp.down_proj.": ".shared_mlp.output_linear."},
     "Gemma4ForCausalLM": {
         ".mlp.experts": ".experts",
         ".mlp.router.weight": ".router.proj.weight",
         ".mlp.router.": ".router.",
+    },
+    "NemotronHForCausalLM": {
+        "model.embed_tokens.": "backbone.embeddings.",
+        "model.norm.": "backbone.norm_f.",
+        "model.layers.": "backbone.layers.",
+        ".input_layernorm.": ".norm.",
+        ".mamba.": ".mixer.",
+        ".self_attn.": ".mixer.",
+        ".mlp.": ".mixer.",
     },
     "MixtralForCausalLM": {
         ".mlp.": ".block_sparse_moe.",

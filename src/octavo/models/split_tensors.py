@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.block_weight import BlockWeight
-from octavo.models.declared import VectorPart, in_order
-from octavo.models.split import RowsPart
+from octavo.models.declared import RowsPart, VectorPart, in_order
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,10 +29,10 @@ class SplitTensors:
         self._rows: dict[str, slice | Tensor] = {}
         for part in in_order(architecture.tensors()):
             if isinstance(part, VectorPart):
-                self._rows[part.name] = slice(part.first, part.first + part.size)
+                self._rows[part.name] = _index([slice(*each) for each in part.ranges])
             if isinstance(part, RowsPart):
                 for name, pieces in part.pieces().items():
-                    rows = pieces[0] if len(pieces) == 1 else torch.cat([torch.arange(p.start, p.stop) for p in pieces])
+                    rows = _index(pieces)
                     self._rows |= {f"{name}.weight": rows, f"{name}.bias": rows}
 
     def rows(self, name: str, weight: WeightT) -> WeightT:
@@ -74,3 +73,7 @@ class SplitTensors:
     def release(self) -> None:
         """See `StoredTensors`."""
         self.whole.release()
+
+
+def _index(pieces: list[slice]) -> slice | Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat([torch.arange(p.start, p.stop) for p in pieces])

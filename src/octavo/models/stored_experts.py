@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_ALL_EXPERTS = re.compile(r"(?P<experts>.*\.mlp\.experts\.)(?P<part>gate_up|down)_proj(?P<kind>_bias|_blocks|_scales)?")
+_ALL_EXPERTS = re.compile(
+    r"(?P<experts>.*\.mlp\.experts\.)(?P<part>gate_up|up|down)_proj(?P<kind>_bias|_blocks|_scales)?"
+)
 _KINDS = {None: "weight", "_bias": "bias", "_blocks": "weight_blocks", "_scales": "weight_scales"}
-_PARTS = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
+_PARTS = {"gate_up": ("gate_proj", "up_proj"), "up": ("up_proj",), "down": ("down_proj",)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,16 @@ _GRANITE_PARTS = {
     "output_linear.weight": "experts.down_proj",
     "router.layer": "router",
 }
+_SHARED = re.compile(r"\.shared_mlp\.(input|output)_linear(?=\.)")
+_SHARED_PARTS = {"input": "gate_up_proj", "output": "down_proj"}
 _GEMMA = re.compile(r"(\.layers\.\d+)\.(router|experts)(?:\.proj(?=\.))?(?=\.)")
+# One sublayer per layer, and names of a backbone.
+_OUTSIDE = re.compile(r"^(?:backbone|model)\.(embeddings|norm_f)(?=\.)")
+_OUTSIDE_PARTS = {"embeddings": "embed_tokens", "norm_f": "norm"}
+_MIXER = re.compile(r"^(?:backbone|model)(\.layers\.(?:\d+|\*)\.)(?:mixer\.(\w+)|norm)(?=\.|$)")
+_MIXER_PARTS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "self_attn") | dict.fromkeys(
+    ("up_proj", "down_proj", "gate", "experts", "shared_experts"), "mlp"
+)
 _MIXTRAL_PARTS = {"gate": "gate", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 # Parts of LFM2's names and what replaces them, in this order.
 LFM2_PARTS = {
@@ -118,14 +127,23 @@ def decoder_names(stored: Iterable[str]) -> dict[str, str]:
     stored = list(stored)
     if BARE_EMBEDDING in stored:
         return {f"model.{name}": name for name in stored}
-    return {_llama_name(_TEXT_PART.sub("", name)): name for name in stored if not _OTHER_PARTS.match(name)}
+    return {part_name(_TEXT_PART.sub("", name)): name for name in stored if not _OTHER_PARTS.match(name)}
 
 
-def _llama_name(name: str) -> str:
+def part_name(name: str) -> str:
+    """Return octavo's name of a layer's tensor or module."""
+    if match := _OUTSIDE.match(name):
+        return f"model.{_OUTSIDE_PARTS[match[1]]}{name[match.end() :]}"
+    if match := _MIXER.match(name):
+        part, own = match[2], name[match.end() :]
+        kept = "input_layernorm" if part is None else f"{_MIXER_PARTS.get(part, 'mamba')}.{part}"
+        return f"model{match[1]}{kept}{own}"
     if match := _MIXTRAL.search(name):
         return name.replace(match[0], f".mlp.{match[1] or ''}{_MIXTRAL_PARTS[match[2]]}")
     if match := _GRANITE.search(name):
         return name.replace(match[0], f".mlp.{_GRANITE_PARTS.get(match[1], match[1])}")
+    if match := _SHARED.search(name):
+        return name.replace(match[0], f".mlp.{_SHARED_PARTS[match[1]]}")
     name = _GEMMA.sub(r"\1.mlp.\2", name)
     for theirs, ours in LFM2_PARTS.items():
         name = name.replace(theirs, ours)

@@ -15,7 +15,7 @@ from octavo.errors import ConfigError, OctavoError
 from octavo.kernels import create_kernels
 from octavo.kernels.ranked import RankGroup
 from octavo.models.loader import load_model, open_packed_cache
-from octavo.models.split import Share
+from octavo.models.share import Share
 from octavo.ranks import channel, measured_rank, messages
 from octavo.ranks.following_runner import FollowingRunner
 from octavo.ranks.shared_kv import SharedKV
@@ -126,6 +126,9 @@ def _allocate_kv(
         device=_CPU,
         num_host_blocks=sizes.num_host_blocks,
         num_scratch_blocks=num_scratch_blocks,
+        num_kept_rows=sizes.num_kept_rows,
+        num_host_states=sizes.num_host_states,
+        state_dtype=model.dtype,
         allocate=allocate,
     )
     return cache, note_copied
@@ -147,6 +150,7 @@ def _make_runner(
         num_scratch_blocks=sizes.num_scratch_blocks,
         num_groups=len(cache.groups),
         num_position_dims=model.architecture.num_position_dims,
+        num_kept_rows=cache.num_kept_rows // sizes.max_num_seqs,
     )
     forward = ForwardPass(model, kernels, cache, sizes.max_num_batched_tokens)
     if draft is None:

@@ -17,7 +17,7 @@ from octavo import __version__
 from octavo.errors import ConfigError, EngineDeadError, ModelError, OctavoError
 from octavo.kernels.machine import cores_of_rank, threads_of_rank
 from octavo.kernels.ranked import RankGroup, create_shared_memory
-from octavo.models.split import Share
+from octavo.models.share import Share
 from octavo.ranks import channel, messages
 from octavo.ranks.shared_kv import BlocksOfRanks, SharedKV, create_kv_memory
 from octavo.runtime import logs
@@ -125,8 +125,8 @@ class Leader:
             if loaded.model != self._model:
                 raise ModelError(f"rank {rank} has read another configuration than rank 0; start again", rank=rank)
 
-    def allocate(self, info: WorkerInfo, num_scratch_blocks: int) -> None:
-        """Have all ranks allocate as many blocks as rank 0. Raises `ModelError`."""
+    def allocate(self, info: WorkerInfo, num_scratch_blocks: int, num_kept_rows: int) -> None:
+        """Have all ranks allocate as many blocks and kept rows as rank 0. Raises `ModelError`."""
         limits = info.scheduler_config
         order = messages.Allocate(
             [group.spec.num_blocks for group in info.kv_groups],
@@ -135,6 +135,8 @@ class Leader:
             limits.max_num_seqs,
             limits.max_num_batched_tokens,
             num_scratch_blocks,
+            info.kv_groups[-1].spec.num_host_blocks,
+            num_kept_rows,
         )
         self._send(messages.encode(order))
         for rank, ready in sorted(self._receive_each("allocating KV and checking weights"), key=lambda each: each[0]):

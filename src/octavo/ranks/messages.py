@@ -83,7 +83,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 class Allocate(msgspec.Struct, frozen=True, tag=True):
     """Sizes of the KV cache and of steps.
 
-    num_blocks: by KV group. num_scratch_blocks: of each sequence, for drafts.
+    num_blocks: by KV group. num_scratch_blocks: of each sequence, for drafts. num_host_states, num_kept_rows: of
+    recurrent layers, see `PagedKVCache`.
     """
 
     num_blocks: list[int]
@@ -92,6 +93,8 @@ class Allocate(msgspec.Struct, frozen=True, tag=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     num_scratch_blocks: int
+    num_host_states: int
+    num_kept_rows: int
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -173,6 +176,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     ended: list[str]
     drafts: dict[str, list[int]]
     copies: BlockCopies
+    state_saves: dict[str, list[tuple[int, int]]]
     sampled: dict[str, list[int]]
 
     @classmethod
@@ -186,6 +190,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
             [*scheduled.finished_req_ids, *scheduled.preempted_req_ids],
             scheduled.scheduled_spec_decode_tokens,
             scheduled.copies,
+            scheduled.state_saves,
             dict(sampled),
         )
 
@@ -200,6 +205,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
             finished_req_ids=set(self.ended),
             scheduled_spec_decode_tokens=self.drafts,
             copies=self.copies,
+            state_saves=self.state_saves,
         )
 
 

@@ -25,7 +25,7 @@ from octavo.kernels.machine import (
     usable_cores,
 )
 from octavo.kernels.ranked import AREA_BYTES, create_shared_memory
-from octavo.models.split import Share
+from octavo.models.share import Share
 from octavo.ranks import channel, messages
 from octavo.ranks.leader import start_process
 from octavo.worker.memory import free_bytes

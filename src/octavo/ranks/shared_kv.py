@@ -99,6 +99,8 @@ class BlocksOfRanks:
     architecture: rank 0's share. followers: KV of ranks 1, 2, ... leader: sends them the steps.
     """
 
+    num_state_pieces = 0  # ranks do not compute recurrent layers
+
     def __init__(
         self, architecture: Architecture, kv_cache: PagedKVCache, followers: Sequence[SharedKV], leader: StepSender
     ) -> None:

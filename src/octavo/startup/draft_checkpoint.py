@@ -60,9 +60,7 @@ def find_draft_checkpoint(
 def _rounded(config: ModelConfig, target: ServedModel, quantization: str) -> DraftCheckpoint:
     """Return the target in fewer bits."""
     if target.architecture.kv_layout.states:
-        raise ConfigError(
-            "method quantized does not work with recurrent layers yet; use another method of speculative_config"
-        )
+        raise ConfigError("method quantized does not work with recurrent layers yet; use suffix, ngram or draft_model")
     stored = target.architecture.stored
     if stored is not None:
         raise ConfigError(
@@ -106,7 +104,9 @@ def _check_shapes(name: str, draft: Architecture, target: Architecture) -> None:
     if not draft.has_head:
         raise ConfigError(f"model of speculative_config: {name} computes embeddings, not tokens (it has no lm_head)")
     if draft.kv_layout.states:
-        raise ConfigError(f"model of speculative_config: {name} has recurrent layers, which cannot draft yet")
+        raise ConfigError(
+            f"model of speculative_config: {name} has recurrent layers, and octavo cannot draft with them yet"
+        )
     if draft.vocab_size != target.vocab_size:
         raise ConfigError(
             f"model of speculative_config: {name} has a vocabulary of {draft.vocab_size:,} tokens, but the model has "

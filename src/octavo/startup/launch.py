@@ -152,6 +152,7 @@ def _model_info(model_config: ModelConfig, served: ServedModel, tokenizer: Token
         pooling=embeddings.pooling,
         pooling_problem=embeddings.problem,
         has_head=architecture.has_head,
+        has_recurrent_layers=bool(architecture.kv_layout.states),
         hidden_size=architecture.hidden_size,
         model_type=str(described.get("model_type", "")),
         architectures=tuple(map(str, described.get("architectures") or ())),

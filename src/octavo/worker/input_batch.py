@@ -15,6 +15,7 @@ import torch
 
 from octavo.kernels.interface import AttentionBatch, OutputRows
 from octavo.worker.host_copies import SharedMemory
+from octavo.worker.ragged import ranges, starts
 from octavo.worker.sampler import SamplingColumns
 from octavo.worker.state_rows import StateRows, saves_of
 
@@ -212,7 +213,7 @@ class InputBatch:
         if len(token_ids) == len(rows) and all(sampled_token_ids.values()):
             self.token_ids[rows, first] = token_ids
         else:
-            self.token_ids[np.repeat(rows, counts), _ranges(first, counts)] = token_ids
+            self.token_ids[np.repeat(rows, counts), ranges(first, counts)] = token_ids
         self.num_tokens[rows] = first + counts
 
     def _append_blocks(self, group: int, row: int, block_ids: list[int]) -> None:
@@ -255,7 +256,7 @@ class InputBatch:
         sampled = num_logits.nonzero()[0]
         looks_at_prompt = self.looks_at_prompt[rows]
         num_outputs = np.where(looks_at_prompt, counts, num_logits) if looks_at_prompt.any() else num_logits
-        output_start = _starts(num_outputs)
+        output_start = starts(num_outputs)
         cu_num_logits = np.arange(len(sampled) + 1, dtype=np.int32)
         sampled_rows, num_known, logits_indices = rows[sampled], seq_lens[sampled], output_start[1:][sampled] - 1
         if has_drafts:
@@ -263,7 +264,7 @@ class InputBatch:
             num_logits.cumsum(out=cu_num_logits[1:])
             sampled_rows = np.repeat(sampled_rows, num_logits)
             num_known, logits_indices = (
-                _ranges(last - num_logits + 1, num_logits) for last in (num_known, logits_indices)
+                ranges(last - num_logits + 1, num_logits) for last in (num_known, logits_indices)
             )
         others = [sampled_rows, num_known.astype(np.int32)]
         if output_start[-1] != cu_num_logits[-1]:
@@ -312,10 +313,10 @@ class InputBatch:
         All results are on the device. output_start: each request's first output row, then the total. A request's output
         rows are for its last tokens. states: see `StateRows.arrays`.
         """
-        query_start = _starts(counts)
+        query_start = starts(counts)
         row_of_token, positions = rows, first
         if query_start[-1] > len(rows):
-            row_of_token, positions = np.repeat(rows, counts), _ranges(first, counts)
+            row_of_token, positions = np.repeat(rows, counts), ranges(first, counts)
         seq_lens = first + counts
         width = -(-int(np.maximum.reduce(seq_lens)) // self.block_size)
         token_ids = self.token_ids[row_of_token, positions]
@@ -327,7 +328,7 @@ class InputBatch:
         is_cut = output_start[-1] < query_start[-1]
         if is_cut:
             num_outputs = np.diff(output_start)
-            of_step = _ranges(query_start[1:] - num_outputs, num_outputs)
+            of_step = ranges(query_start[1:] - num_outputs, num_outputs)
             kept = np.flatnonzero(num_outputs)
             start = np.append(output_start[kept], output_start[-1])
             tokens = row_of_token[of_step], positions[of_step]
@@ -409,14 +410,3 @@ class InputBatch:
             others = [replace(each, rotary_positions=rotary) for each in batch.more_groups]
             batch = replace(batch, more_groups=tuple(others), rotary_positions=rotary)
         return batch
-
-
-def _starts(counts: NDArray[np.integer]) -> NDArray[np.int64]:
-    starts = np.zeros(len(counts) + 1, dtype=np.int64)
-    counts.cumsum(out=starts[1:])
-    return starts
-
-
-def _ranges(first: NDArray[np.integer], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    offsets: NDArray[np.int64] = np.repeat(first - counts.cumsum() + counts, counts)
-    return offsets + np.arange(len(offsets))

@@ -88,7 +88,7 @@ class PagedKVCache:
         self.num_kept_rows = num_kept_rows if layout.states else 0
         self.dtype_name = kind = str(dtype).removeprefix("torch.")
         self.groups: list[GroupMemory] = []
-        self._layers: dict[int, tuple[Tensor, ...]] = {}
+        self._layers: dict[int, tuple[Tensor, ...]] = dict.fromkeys(range(len(layout.layers)), ())
         each_bytes, columns = layout.block_bytes(block_size, kind), layout.columns(block_size, kind)
         for group, count, block_bytes in zip(layout.kv_groups, num_blocks, each_bytes, strict=False):
             assert count > 0
@@ -119,8 +119,18 @@ class PagedKVCache:
 
     @property
     def stored_block_bytes(self) -> int:
-        """A block's bytes in all groups."""
-        return sum(group.block_bytes for group in self.groups)
+        """A stored block's bytes."""
+        return sum(group.block_bytes for group in self.groups_of_tokens)
+
+    @property
+    def groups_of_tokens(self) -> list[GroupMemory]:
+        """The groups with blocks of tokens."""
+        return [group for group in self.groups if not isinstance(group.kind, RecurrentStates)]
+
+    @property
+    def states(self) -> Tensor | None:
+        """Recurrent states, uint8 [num_slots, bytes of a sequence's states], or None."""
+        return self.groups[-1].blocks if isinstance(self.groups[-1].kind, RecurrentStates) else None
 
     @property
     def memory(self) -> list[Tensor]:
@@ -181,7 +191,7 @@ def make_states(
     for number, spec in layout.states.items():
         end = start + spec.slot_bytes(name)
         kept = torch.empty(num_kept_rows, spec.kept_width, dtype=dtype, device=device)
-        layers[number] = (*spec.slot_views(memory[:, start:end], dtype), kept)
+        layers[number] = (*spec.slot_views(memory[:, start:end], dtype, torch.float32), kept)
         start = end
     return memory, layers
 

@@ -1,4 +1,4 @@
-"""The rows of a step whose inputs advance recurrent states.
+"""The rows of a step that advance recurrent states.
 
 The stored state of a request excludes rows that may be rejected or computed again: drafts, and the last known token's
 row, which is computed again if a grammar postpones the next token. The inputs of these rows are kept. The next step
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from octavo.kernels.state_batch import StateBatch
+from octavo.worker.ragged import ranges, starts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -59,9 +60,9 @@ class StateRows:
         num_kept = first + counts - now_stored
         assert (num_kept <= self._most_kept).all(), "more rows may be rejected than can be kept"
         self._num_stored[rows], self._num_kept[rows] = now_stored, num_kept
-        query_start, first_row = _starts(num_replayed + counts), _starts(counts)[:-1]
+        query_start, first_row = starts(num_replayed + counts), starts(counts)[:-1]
         first_kept = rows * self._most_kept
-        keep_from = _ranges(first_row + counts - num_kept, num_kept)
+        keep_from = ranges(first_row + counts - num_kept, num_kept)
         saved = [
             (start + num_tokens - before - 1, slot)
             for start, before, of_request in zip(query_start.tolist(), stored.tolist(), saves, strict=False)
@@ -77,7 +78,7 @@ class StateRows:
             saved_rows,
             saved_slots,
             keep_from,
-            _ranges(first_kept, num_kept),
+            ranges(first_kept, num_kept),
         ]
         return [np.asarray(each, dtype=np.int32) for each in arrays]
 
@@ -102,15 +103,6 @@ def _sources(
     if not num_replayed.any():
         return np.arange(counts.sum())
     totals = num_replayed + counts
-    places = _ranges(np.zeros_like(totals), totals)
+    places = ranges(np.zeros_like(totals), totals)
     kept, computed = (np.repeat(first, totals) + places for first in (first_kept, first_row - num_replayed))
     return np.where(places < np.repeat(num_replayed, totals), -1 - kept, computed)
-
-
-def _starts(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.concatenate([[0], counts.cumsum()])
-
-
-def _ranges(first: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    offsets: NDArray[np.int64] = np.repeat(first - counts.cumsum() + counts, counts)
-    return offsets + np.arange(len(offsets))

@@ -24,8 +24,8 @@ class StepLeader(Protocol):
         """Wait until all ranks have loaded their weights."""
         ...
 
-    def allocate(self, info: WorkerInfo, num_scratch_blocks: int) -> None:
-        """Have all ranks allocate KV. num_scratch_blocks: of each sequence."""
+    def allocate(self, info: WorkerInfo, num_scratch_blocks: int, num_kept_rows: int) -> None:
+        """Have all ranks allocate KV. num_scratch_blocks: of each sequence. num_kept_rows: see `PagedKVCache`."""
         ...
 
     def blocks_of_ranks(self, architecture: Architecture, kv_cache: PagedKVCache) -> TransferredBlocks:

@@ -16,6 +16,7 @@ import torch
 
 from octavo.data.kv_groups import NO_BLOCK
 from octavo.data.scheduler_output import need_parts
+from octavo.kv_transfer.stored_states import count_pieces
 from octavo.worker.host_copies import CudaQueue, Passed
 from octavo.worker.pinned_memory import pinned_memory
 
@@ -100,8 +101,9 @@ class CudaStream:
 class PieceBuffer(Protocol):
     """Host memory for a piece of a transfer, used by one thread at a time.
 
-    All copies have ended when `write` or `read` returns or raises. block_ids: by KV group; `NO_BLOCK` is skipped.
-    after: the copies wait for this mark.
+    All copies have ended when a method returns or raises. block_ids: by KV group; `NO_BLOCK` is skipped. after: the
+    copies wait for this mark. The memory of `count` blocks also has `count` pieces of a recurrent state, from the piece
+    `first` on.
     """
 
     def views(self, count: int) -> list[memoryview]:
@@ -116,6 +118,14 @@ class PieceBuffer(Protocol):
         """Copy from the KV cache."""
         ...
 
+    def write_state(self, slot: int, first: int, count: int, after: Mark) -> None:
+        """Copy pieces to a slot."""
+        ...
+
+    def read_state(self, slot: int, first: int, count: int, after: Mark) -> None:
+        """Copy pieces from a slot. Zeros follow the last piece."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class _Part:
@@ -128,11 +138,13 @@ class _Part:
 class TransferredBlocks(Protocol):
     """The KV cache's blocks, as transfers see them.
 
-    block_bytes: bytes of a stored block, with all KV groups and all heads. part_bytes: of its first group.
+    block_bytes: bytes of a stored block, with all KV groups of tokens and all heads. part_bytes: of its first group.
+    num_state_pieces: see `octavo.kv_transfer.stored_states`.
     """
 
     block_bytes: int
     part_bytes: int
+    num_state_pieces: int
 
     def make_buffer(self, num_blocks: int) -> PieceBuffer:
         """Allocate a buffer."""
@@ -155,11 +167,14 @@ class StoredBlocks:
     """The `TransferredBlocks` of one process."""
 
     def __init__(self, kv_cache: PagedKVCache) -> None:
+        groups = kv_cache.groups_of_tokens
         self.block_bytes, self.part_bytes = kv_cache.stored_block_bytes, kv_cache.block_bytes
-        self._device = kv_cache.device
+        self._states, self._device = kv_cache.states, kv_cache.device
+        state_bytes = 0 if self._states is None else self._states.shape[1]
+        self.num_state_pieces = count_pieces(state_bytes, self.block_bytes)
         self._parts: list[_Part] = []
         start = 0
-        for group in kv_cache.groups:
+        for group in groups:
             end = start + group.block_bytes
             self._parts.append(_Part(group.blocks.view(torch.uint8), slice(start, end)))
             start = end
@@ -172,8 +187,8 @@ class StoredBlocks:
             parts = [
                 HostPart(group, part.blocks.numpy(), rows[:, part.columns]) for group, part in enumerate(self._parts)
             ]
-            return HostBuffer(rows, parts)
-        buffer = StagedBuffer(self._parts, self.block_bytes, num_blocks, stream, self._device)
+            return HostBuffer(rows, parts, None if self._states is None else self._states.numpy())
+        buffer = StagedBuffer(self._parts, self.block_bytes, num_blocks, stream, self._device, self._states)
         stream.wait(self.mark())  # the buffer may reuse memory of running steps
         return buffer
 
@@ -202,10 +217,12 @@ class HostPart(NamedTuple):
 
 
 class HostBuffer:
-    """The `PieceBuffer` of a CPU. rows: a block each."""
+    """The `PieceBuffer` of a CPU. rows: a block each. states: [num_slots, bytes of a sequence's states]."""
 
-    def __init__(self, rows: NDArray[np.uint8], parts: Sequence[HostPart]) -> None:
-        self._rows, self._parts = rows, parts
+    def __init__(
+        self, rows: NDArray[np.uint8], parts: Sequence[HostPart], states: NDArray[np.uint8] | None = None
+    ) -> None:
+        self._rows, self._parts, self._states = rows, parts, states
 
     def views(self, count: int) -> list[memoryview]:
         """See `PieceBuffer`."""
@@ -229,6 +246,24 @@ class HostBuffer:
                 if block_id != NO_BLOCK:
                     np.copyto(rows[row], blocks[block_id])
 
+    def write_state(self, slot: int, first: int, count: int, after: Mark) -> None:
+        """See `PieceBuffer`."""
+        after.synchronize()
+        state, memory = self._pieces(slot, first, count)
+        np.copyto(state, memory[: len(state)])
+
+    def read_state(self, slot: int, first: int, count: int, after: Mark) -> None:
+        """See `PieceBuffer`."""
+        after.synchronize()
+        state, memory = self._pieces(slot, first, count)
+        np.copyto(memory[: len(state)], state)
+        memory[len(state) :] = 0
+
+    def _pieces(self, slot: int, first: int, count: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        assert self._states is not None
+        size = self._rows.shape[1]
+        return self._states[slot, first * size : (first + count) * size], self._rows[:count].reshape(-1)
+
 
 class StagedBuffer:
     """The `PieceBuffer` of a device. Host and device memory have the same layout: ids, then a row per block.
@@ -237,8 +272,15 @@ class StagedBuffer:
     """
 
     def __init__(
-        self, parts: Sequence[_Part], block_bytes: int, num_blocks: int, stream: CopyStream, device: torch.device
+        self,
+        parts: Sequence[_Part],
+        block_bytes: int,
+        num_blocks: int,
+        stream: CopyStream,
+        device: torch.device,
+        states: Tensor | None = None,
     ) -> None:
+        self._states = states
         ids_bytes = 8 * len(parts) * num_blocks
         self._head_bytes = -(-ids_bytes // _ALIGNMENT) * _ALIGNMENT
         self._block_bytes, self._stream = block_bytes, stream
@@ -294,6 +336,30 @@ class StagedBuffer:
             stream.copy(self._host[self._head_bytes : end], self._staged[self._head_bytes : end])
         finally:
             stream.mark().synchronize()
+
+    def write_state(self, slot: int, first: int, count: int, after: Mark) -> None:
+        """See `PieceBuffer`."""
+        state, memory = self._pieces(slot, first, count)
+        try:
+            self._stream.wait(after)
+            self._stream.copy(state, memory[: len(state)])
+        finally:
+            self._stream.mark().synchronize()
+
+    def read_state(self, slot: int, first: int, count: int, after: Mark) -> None:
+        """See `PieceBuffer`."""
+        state, memory = self._pieces(slot, first, count)
+        memory[len(state) :] = 0
+        try:
+            self._stream.wait(after)
+            self._stream.copy(memory[: len(state)], state)
+        finally:
+            self._stream.mark().synchronize()
+
+    def _pieces(self, slot: int, first: int, count: int) -> tuple[Tensor, Tensor]:
+        assert self._states is not None
+        size = self._block_bytes
+        return self._states[slot, first * size : (first + count) * size], self._host_rows[:count].view(-1)
 
     def _put(self, block_ids: list[list[int]]) -> None:
         self._host_ids[:, : len(block_ids[0])] = torch.tensor(block_ids, dtype=torch.int64)

@@ -18,6 +18,7 @@ from octavo.data.kv_tiers import EndedTransfer
 from octavo.data.scheduler_output import TransferDirection, are_whole
 from octavo.kv_transfer import group_parts
 from octavo.kv_transfer.guard import HANGS_AFTER_S
+from octavo.kv_transfer.stored_states import keys_of_state
 from octavo.kv_transfer.tiers import TierTally
 from octavo.runtime.daemon_threads import DaemonThreads
 
@@ -138,9 +139,9 @@ class KVTransferThreads:
         move = self._load if order.direction is TransferDirection.LOAD else self._save
         try:
             buffer = self._take(buffers)
-            for first in range(0, len(order.keys), self._piece_blocks):
-                if moving.is_cancelled or not move(moving, first, buffer):
-                    break
+            firsts = range(0, len(order.keys), self._piece_blocks)
+            if all(not moving.is_cancelled and move(moving, first, buffer) for first in firsts):
+                self._move_states(moving, buffer)
         except BaseException:
             logger.exception("a KV %s failed", order.direction.value)
         finally:
@@ -181,6 +182,34 @@ class KVTransferThreads:
         count = group_parts.save(self._store, keys, views, has_all, self._blocks.part_bytes, moving.tally)
         moving.num_moved += count
         return count == len(keys)
+
+    def _move_states(self, moving: _Moving, buffer: PieceBuffer) -> None:
+        order, num_pieces = moving.order, self._blocks.num_state_pieces
+        is_load = order.direction is TransferDirection.LOAD
+        move = self._load_state if is_load else self._save_state
+        for index, slot in order.states.items():
+            moving.num_moved -= is_load  # without its state, a request cannot resume after the last block
+            keys = keys_of_state(order.keys[index], num_pieces)
+            pieces = range(0, num_pieces, self._piece_blocks)
+            is_moved = all(move(moving, slot, keys, first, buffer) for first in pieces)
+            moving.num_moved += is_load and is_moved
+
+    def _load_state(self, moving: _Moving, slot: int, keys: list[bytes], first: int, buffer: PieceBuffer) -> bool:
+        some = keys[first : first + self._piece_blocks]
+        if self._store.load(some, buffer.views(len(some)), moving.tally) < len(some):
+            return False
+        with moving.lock:
+            if not moving.is_cancelled:
+                buffer.write_state(slot, first, len(some), moving.begun)
+        return not moving.is_cancelled
+
+    def _save_state(self, moving: _Moving, slot: int, keys: list[bytes], first: int, buffer: PieceBuffer) -> bool:
+        some = keys[first : first + self._piece_blocks]
+        with moving.lock:
+            if moving.is_cancelled:
+                return False
+            buffer.read_state(slot, first, len(some), moving.begun)
+        return self._store.save(some, buffer.views(len(some)), moving.tally) == len(some)
 
     def _piece(self, moving: _Moving, first: int) -> tuple[list[bytes], list[list[int]]]:
         order, end = moving.order, first + self._piece_blocks

@@ -181,7 +181,8 @@ class Worker:
         self.kv_cache = self.runner.kv_cache
         if self._leader is not None:
             shares_kv = self.draft is not None and self.draft.checkpoint.shares_kv
-            self._leader.allocate(self.info, self.draft.num_scratch_blocks if self.draft and shares_kv else 0)
+            num_scratch_blocks = self.draft.num_scratch_blocks if self.draft and shares_kv else 0
+            self._leader.allocate(self.info, num_scratch_blocks, self.kv_cache.num_kept_rows)
         self._on_device(lambda: warm_up(self.runner, self.info.num_warm_up_tokens))
         if self.runner.expert_tally is not None:
             self.runner.expert_tally.reset()
@@ -229,9 +230,9 @@ class Worker:
         num_scratch_blocks = self._num_scratch_blocks if draft is not None and draft.checkpoint.shares_kv else 0
         num_tokens = min(size.blocks_of_groups[: len(groups)]) * block_size
         if layout.states:
-            of_states = layout.state_bytes(self.dtype)
+            of_all_ranks = sum(rank.kv_layout.state_bytes(self.dtype) for rank in architecture.ranks)
             spec = KVGroupSpec(RecurrentStates(), size.blocks_of_groups[-1], num_host_states)
-            groups.append(KVGroupInfo(spec, of_states, of_states))
+            groups.append(KVGroupInfo(spec, of_all_ranks, whole.state_bytes(self.dtype)))
         most_tokens = self.scheduler_config.max_num_batched_tokens
         return WorkerInfo(
             device=self.device.type,
@@ -393,9 +394,9 @@ class Worker:
         size, wanted = self._state_bytes, self.scheduler_config.max_num_seqs
         if not size:
             return
-        most = free_bytes(self.device) // 2 // size
+        most = free_bytes(self.device) // self._num_ranks // 2 // size
         if most < 1:
-            raise ConfigError(f"free memory leaves no space for the states of a request, which take {size:,} bytes")
+            raise ConfigError(f"there is no free memory for the states of a request, which take {size:,} bytes")
         if most < wanted:
             logger.warning(
                 "max_num_seqs is lowered from %d to %d: the states of a request take %d bytes", wanted, most, size

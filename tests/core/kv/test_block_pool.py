@@ -220,3 +220,46 @@ def test_forget_callback_runs_once_for_each_forgotten_block():
     pool.release([fresh])
     pool.evict(fresh)
     assert forgotten[3:] == [(fresh.block_id, None)]
+
+
+def test_findable_block_is_the_registered_block_itself():
+    pool = BlockPool(3)
+    block = filled(pool, b"a", 1)
+    assert pool.findable(block.block_id) is block
+    pool.release([block])
+    assert pool.findable(block.block_id) is block
+    pool.evict(block)
+    assert pool.findable(block.block_id) is None
+
+
+def test_findable_block_of_duplicate_is_its_canonical_block():
+    pool = BlockPool(3)
+    original = filled(pool, b"a", 1)
+    [double] = pool.take(1)
+    assert pool.register(double, b"a", (1,), None) is original
+    assert pool.findable(double.block_id) is original
+    pool.release([original])
+    assert pool.findable(double.block_id) is original
+    pool.evict(original)
+    assert pool.findable(double.block_id) is None
+
+
+def test_canonical_block_of_older_generation_is_not_findable():
+    pool = BlockPool(2)
+    original = filled(pool, b"a", 1)
+    [double] = pool.take(1)
+    pool.register(double, b"a", (1,), None)
+    pool.release([original])
+    pool.evict(original)
+    other = filled(pool, b"b", 2)
+    assert other is original
+    assert pool.findable(other.block_id) is other
+    assert pool.findable(double.block_id) is None
+
+
+def test_block_whose_hash_belongs_to_other_content_is_not_findable():
+    pool = BlockPool(2)
+    filled(pool, b"a", 1)
+    [colliding] = pool.take(1)
+    assert pool.register(colliding, b"a", (2,), None) is colliding
+    assert pool.findable(colliding.block_id) is None

@@ -8,6 +8,7 @@ from octavo.core.kv.block_hash import hash_block_tokens
 from octavo.core.kv.block_pool import BlockPool
 from octavo.core.kv.manager import KVCacheManager
 from octavo.data.events import BlockCached, BlockEvicted, PrefixCacheQueried
+from octavo.data.kv_groups import KVGroupSpec, RecurrentStates
 from octavo.data.request import ContentSpan, Request
 from octavo.sampling_params import SamplingParams
 
@@ -500,3 +501,167 @@ def test_span_content_distinguishes_blocks_with_equal_tokens(length, position):
     admit(manager, make_request("a", tokens, spans=(ContentSpan(position, position + 1, "image"),)))
     assert num_found("image") == length - 1
     assert num_found() == num_found("another") == position // 4 * 4
+
+
+# --- with recurrent states --------------------------------------------------------------------------------------------
+
+
+def with_states(num_slots: int = 8, **options) -> KVCacheManager:
+    return KVCacheManager(40, 4, bounded_groups=[KVGroupSpec(RecurrentStates(), num_slots)], **options)
+
+
+def start(manager: KVCacheManager, request: Request):
+    """Look up and allocate a whole request; return its prefix hit."""
+    manager.add_tables(request)
+    computed = manager.get_computed_blocks(request)
+    assert manager.allocate_slots(request, request.num_tokens - computed.num_tokens, computed) is not None
+    request.num_computed_tokens = computed.num_tokens
+    return computed
+
+
+def compute(manager: KVCacheManager, request: Request, num_tokens: int) -> None:
+    """Compute a request's tokens before `num_tokens` in one step."""
+    manager.checkpoints.plan(request, num_tokens)
+    request.num_computed_tokens = num_tokens
+    manager.commit(request)
+
+
+def end_hash(tokens: list[int], num_blocks: int) -> bytes:
+    """Return the hash of the last of a prompt's first blocks."""
+    name = None
+    for index in range(num_blocks):
+        name = hash_block_tokens(name, tokens[4 * index : 4 * index + 4])
+    return name
+
+
+def test_hit_with_states_copies_no_partly_filled_or_last_block():
+    for length in (8, 10):
+        manager = with_states()
+        first, again = (make_request(name, list(range(length))) for name in "ab")
+        start(manager, first)
+        compute(manager, first, length)
+        computed = start(manager, again)
+        assert (computed.num_tokens, computed.source) == ({8: 4, 10: 8}[length], None)
+        assert computed.num_shared == 2
+
+
+def test_hit_with_states_counts_cached_blocks_after_its_checkpoint():
+    manager = with_states()
+    first = make_request("a", list(range(23)))  # saves 4 and 20
+    start(manager, first)
+    compute(manager, first, 12)
+    request = make_request("b", list(range(23)))
+    computed = manager.get_computed_blocks(request)
+    assert ([block.block_id for block in computed.blocks], computed.num_tokens) == ([0], 4)
+    assert computed.num_shared == 3
+    nothing = manager.get_computed_blocks(make_request("c", [9] * 23))
+    assert (nothing.blocks, nothing.num_tokens, nothing.num_shared) == ([], 0, 0)
+
+
+def test_request_waits_for_last_checkpoint_that_another_request_will_save():
+    manager, prompt = with_states(), list(range(23))
+    first, second = (make_request(name, prompt) for name in "ab")
+    cache, names = manager.prefix_cache, [end_hash(prompt, count) for count in range(6)]
+
+    def awaited(request):
+        return cache.awaited_block(request, manager.get_computed_blocks(request))
+
+    assert awaited(second) is None
+    start(manager, first)
+    assert [cache.is_being_computed(name) for name in names[1:]] == [True, False, False, False, True]
+    assert awaited(second) == (names[5], "a")
+    assert awaited(first) is None
+    assert awaited(make_request("c", prompt[:20])) == (names[1], "a")  # cannot start at 20
+    assert awaited(make_request("d", prompt[:21])) == (names[5], "a")
+    assert awaited(make_request("e", [*prompt[:4], 0])) == (names[1], "a")
+    assert awaited(make_request("f", prompt[:4])) is None
+    assert awaited(Request("g", prompt, SamplingParams(prompt_logprobs=1))) is None
+    compute(manager, first, 8)
+    assert [cache.is_being_computed(name) for name in names[1:]] == [False, False, False, False, True]
+    assert awaited(make_request("h", prompt[:20])) is None
+    assert manager.get_computed_blocks(second).num_tokens == 4
+    assert awaited(second) == (names[5], "a")
+    compute(manager, first, 23)
+    assert not cache.is_being_computed(names[5])
+    assert awaited(second) is None
+
+
+def test_skipped_checkpoint_is_no_longer_awaited():
+    manager, prompt = with_states(num_slots=1), list(range(9))
+    first, second = (make_request(name, prompt) for name in "ab")
+    start(manager, first)
+    assert manager.prefix_cache.is_being_computed(end_hash(prompt, 2))
+    compute(manager, first, 9)
+    assert not manager.prefix_cache.is_being_computed(end_hash(prompt, 2))
+    assert manager.get_computed_blocks(second).num_tokens == 0
+
+
+def test_checkpoint_belongs_to_the_first_request_that_announced_it():
+    manager, prompt = with_states(), list(range(9))
+    first, second = (make_request(name, prompt) for name in "ab")
+    start(manager, first)
+    start(manager, second)
+    name = end_hash(prompt, 2)
+    assert manager.prefix_cache._saving == {name: "a"}
+    manager.release(second)
+    assert manager.prefix_cache._saving == {name: "a"}
+    start(manager, second)
+    compute(manager, second, 9)
+    assert manager.prefix_cache.is_being_computed(name)
+    manager.release(first)
+    assert not manager.prefix_cache.is_being_computed(name)
+
+
+def test_ended_request_leaves_no_record_of_its_checkpoints():
+    manager = with_states()
+    request = make_request("a", list(range(23)))
+    start(manager, request)
+    manager.prefix_cache._computing.clear()
+    manager.prefix_cache.chains._chains.clear()
+    assert manager.num_tracked_requests == 1  # announced checkpoints are records, too
+    manager = with_states()
+    start(manager, request)
+    manager.free(request)
+    assert (manager.prefix_cache._saving, manager.num_tracked_requests) == ({}, 0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_found", "expected"),
+    [
+        ([*range(23)], 20, None),
+        ([*range(20)], 4, ("no state was saved there", None)),
+        ([*range(12), 0, 0], 4, ("no state was saved there", None)),
+        ([*range(8)], 4, None),  # one more block would leave no token to compute
+        ([*range(9)], 4, ("no state was saved there", None)),
+        ([*range(5), 0, 0, 0, 0], 4, ("different token", 5)),
+        ([*range(3), 0, 0], 0, ("different token", 3)),
+        ([9] * 9, 0, ("never seen", None)),
+        ([*range(4)], 0, ("shorter than a block", None)),
+    ],
+)
+def test_why_missed_tells_missing_states_from_missing_blocks(prompt, num_found, expected):
+    manager = with_states()
+    first = make_request("a", list(range(23)))  # saves 4 and 20
+    start(manager, first)
+    compute(manager, first, 23)
+    manager.free(first)
+    request = make_request("b", prompt)
+    computed = manager.get_computed_blocks(request)
+    assert computed.num_tokens == num_found
+    miss = manager.prefix_cache.why_missed(request, computed)
+    assert (miss and (miss.reason, miss.position)) == expected
+
+
+def test_equal_prompts_wait_for_the_last_checkpoint(make_core):
+    core = make_core(block_size=4, num_state_slots=10)
+    for index in range(4):
+        core.add(f"r{index}", list(range(30)), max_tokens=3)
+    assert core.step().num_scheduled_tokens == {"r0": 30}
+    scheduled = core.step()
+    assert scheduled.num_scheduled_tokens == {"r0": 1, "r1": 2, "r2": 2, "r3": 2}
+    [checkpoint] = {source for _, source, _ in scheduled.copies.block_copies}
+    targets = [data.block_ids[1][0] for data in scheduled.scheduled_new_reqs]
+    assert scheduled.copies.block_copies == [(1, checkpoint, target) for target in targets]
+    assert len({checkpoint, *targets}) == 4
+    core.run()
+    assert set(core.finished.values()) == {"length"}

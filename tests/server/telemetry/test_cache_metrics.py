@@ -13,6 +13,8 @@ from octavo.data.capacity import EngineCapacity, KVGroupCapacity
 from octavo.data.kv_store_figures import KVStoreFigures
 from octavo.data.kv_tier_figures import KVTierFigures
 from octavo.data.metrics import EngineStats
+from octavo.data.state_slots import StateSlots
+from octavo.server.telemetry.dashboard.prefixes import prefix_figures
 from octavo.server.telemetry.dashboard.tiers import tier_rows
 from octavo.server.telemetry.metrics import _stores, _tiers
 
@@ -118,3 +120,45 @@ def test_metrics_count_kv_saves_by_outcome() -> None:
     }
     assert told["octavo:kv_saves_total", "expired"] == 3
     assert told["octavo:kv_saves_total", "done"] == told["octavo:kv_loads_total", "cancelled"] == 0
+
+
+def metrics_of(running: Any, *labels: str) -> dict[tuple[str, ...], float]:
+    """Return the values of /metrics by name and the values of some labels."""
+    with running.http() as http:
+        text = http.get("/metrics").text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {
+        (each.name.removeprefix("octavo:"), *(each.labels[key] for key in labels if key in each.labels)): each.value
+        for each in samples
+    }
+
+
+def test_metrics_report_unusable_tokens_and_states() -> None:
+    with run_server() as running:
+        core = running.engine.core
+        stats: Any = core.metrics.stats
+        stats.prefix_cache_unusable["window"], stats.prefix_cache_unusable["checkpoint"] = 16, 48
+        without = metrics_of(running, "limit", "use")
+        core.capacity = replace(core.capacity, bounded_groups=(KVGroupCapacity("recurrent_states", 9, 300),))
+        before = metrics_of(running, "limit", "use")
+        stats.state_slots, stats.num_saved_checkpoints, stats.num_evicted_checkpoints = StateSlots(2, 4, 3), 7, 3
+        told = metrics_of(running, "limit", "use")
+    unusable = "prefix_cache_unusable_tokens_total"
+    assert (without[unusable, "window"], without[unusable, "checkpoint"]) == (16, 48)
+    assert not [name for name in without if name[0].startswith("state_slots") or "checkpoints" in name[0]]
+    assert [before["state_slots", use] for use in ("running", "checkpoint", "free")] == [0, 0, 9]
+    assert [told["state_slots", use] for use in ("running", "checkpoint", "free")] == [2, 4, 3]
+    assert (told["saved_checkpoints_total",], told["evicted_checkpoints_total",]) == (7, 3)
+
+
+def test_dashboard_shows_unusable_tokens_and_states() -> None:
+    stats = figures()
+    assert prefix_figures(stats, capacity()) == {"unusable": {"window": 0, "checkpoint": 0}, "states": None}
+    stats.prefix_cache_unusable["checkpoint"] = 5
+    stats.num_saved_checkpoints, stats.num_evicted_checkpoints = 7, 3
+    recurrent = replace(capacity(), bounded_groups=(KVGroupCapacity("recurrent_states", 9, 300),))
+    shown = prefix_figures(stats, recurrent)
+    states = {"running": 0, "checkpoints": 0, "free": 9, "saved": 7, "evicted": 3}
+    assert shown == {"unusable": {"window": 0, "checkpoint": 5}, "states": states}
+    stats.state_slots = StateSlots(2, 4, 3)
+    assert prefix_figures(stats, recurrent)["states"] == {**states, "running": 2, "checkpoints": 4, "free": 3}

@@ -21,6 +21,7 @@ class MissReason(StrEnum):
     OTHER_SALT = "other salt"
     DIFFERENT_TOKEN = "different token"  # noqa: S105  not a secret
     TOO_SHORT = "shorter than a block"
+    NO_STATE = "no state was saved there"  # the block is cached
 
 
 @dataclass(frozen=True, slots=True)

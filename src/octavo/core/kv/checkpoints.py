@@ -125,8 +125,25 @@ class Checkpoints:
         self.group.begin(request.sequence, computed.num_tokens, due, goes_on=cache.cache_decoded_blocks)
         cache.announce_checkpoints(request, due)
 
+    def slot_after(self, block_id: int) -> int | None:
+        """Return the slot of the checkpoint after a registered block, or None."""
+        block = self._pool.findable(block_id)
+        return None if block is None else self.group.id_of(block)
+
+    def note_loaded(self, request: Request) -> None:
+        """Record that a request's slot has the state after its computed tokens, which a store provided."""
+        self.group.note_loaded(request.sequence, request.num_computed_tokens)
+        self._cache.end_checkpoints(request, request.num_computed_tokens // self._block_size)
+
     def plan(self, request: Request, num_tokens: int) -> list[tuple[int, int]]:
-        """Return the saves of the next step: see `StateGroup.plan_saves`."""
+        """Return the saves of the next step: see `StateGroup.plan_saves`. Copy a loaded state."""
+        saves = request.sequence.saves
+        if saves.loaded > self._cache.num_committed_blocks(request):
+            saves.loaded = 0  # the blocks before the state are not cached
+        if saves.loaded:
+            copied = self.group.keep_loaded(request.sequence)
+            if copied is not None:
+                self._copies().block_copies.append((self.group.index, *copied))
         return self.group.plan_saves(request.sequence, num_tokens)
 
     def commit(self, request: Request) -> None:

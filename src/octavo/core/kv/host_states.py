@@ -23,7 +23,7 @@ class HostStates:
         self.lent: dict[int, BlockLink | None] = {}  # block of the checkpoint, or None if the copy frees the slot
         self._free = list(range(num_slots - 1, -1, -1))
         self._cached: OrderedDict[int, BlockLink] = OrderedDict()  # least recently used first
-        self._slot_of: dict[BlockLink, int] = {}
+        self._slot_of: dict[BlockLink | None, int] = {}
 
     def take(self) -> int | None:
         """Allocate a slot for a request's state. Return None if all slots have such states, or are lent."""
@@ -56,7 +56,7 @@ class HostStates:
 
     def find(self, name: BlockLink | None) -> int | None:
         """Return the slot with the state after a block, or None."""
-        return None if name is None else self._slot_of.get(name)
+        return self._slot_of.get(name)
 
     def drop(self, slot: int) -> None:
         """Discard a checkpoint."""
@@ -90,4 +90,4 @@ class HostStates:
 
     def cached_slots(self) -> dict[int, BlockLink]:
         """Map the slots of checkpoints, also lent ones, to their blocks."""
-        return {slot: name for name, slot in self._slot_of.items()}
+        return dict(self._cached) | {slot: name for slot, name in self.lent.items() if name is not None}

@@ -18,7 +18,7 @@ from octavo.data.kv_groups import NO_BLOCK, RecurrentStates
 from octavo.data.scheduler_output import BlockCopies
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from octavo.core.kv.groups import Claim, KVGroup
     from octavo.data.kv_groups import KVGroupSpec
@@ -117,7 +117,7 @@ class KVCacheManager:
         return None if self.checkpoints is None else self.checkpoints.group
 
     @property
-    def _groups_of_tokens(self) -> list[KVGroup]:
+    def groups_of_tokens(self) -> list[KVGroup]:
         """The groups whose block tables have a block for each position."""
         return self.groups if self.states is None else self.groups[:-1]
 
@@ -132,7 +132,7 @@ class KVCacheManager:
 
     def has_free(self, num_blocks: int) -> bool:
         """Return True if every group with blocks of tokens has `num_blocks` free or cached blocks."""
-        return all(group.num_free_blocks >= num_blocks for group in self._groups_of_tokens)
+        return all(group.num_free_blocks >= num_blocks for group in self.groups_of_tokens)
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
         """Return a request's prefix hit. Changes nothing.
@@ -203,7 +203,7 @@ class KVCacheManager:
 
     def _allocate(self, request: Request, computed: ComputedBlocks, claims: list[tuple[KVGroup, Claim]]) -> list[int]:
         sequence: TokenSequence = request.sequence
-        num_held, is_any_found = len(sequence.block_table), computed is not NO_COMPUTED_BLOCKS
+        num_held, is_any_found = len(sequence.block_table), computed.num_tokens > 0
         self.grown.add(request.request_id)
         source_ids = self._hold_found(computed, claims) if is_any_found else []
         state = (None, None) if self.checkpoints is None else self.checkpoints.find(computed)
@@ -237,7 +237,7 @@ class KVCacheManager:
         return source_ids
 
     def _count_slots(self, sequence: TokenSequence) -> None:
-        tables = sequence.block_tables[: len(self._groups_of_tokens)]
+        tables = sequence.block_tables[: len(self.groups_of_tokens)]
         sequence.num_slots = min(map(len, tables)) * self.block_size
 
     def can_hold(self, num_tokens: int, computed: ComputedBlocks, num_spare_blocks: int) -> bool:
@@ -252,7 +252,7 @@ class KVCacheManager:
         if computed.blocks:
             self.prefix_cache.adopt(request, computed.blocks)
         first = len(computed.blocks)
-        for group, source_id in zip(self._groups_of_tokens, source_ids, strict=False):
+        for group, source_id in zip(self.groups_of_tokens, source_ids, strict=False):
             table = sequence.block_tables[group.index]
             if source_id is not None and table[first] != source_id:  # an evicted source may itself be the new block
                 self._copies.block_copies.append((group.index, source_id, table[first]))
@@ -268,7 +268,7 @@ class KVCacheManager:
 
     def num_swapped_in(self, request: Request, computed: ComputedBlocks) -> list[int]:
         """Return how many blocks of each group are copied from host memory."""
-        of_tokens = [len(self._read_in_host(request.sequence, computed, group)) for group in self._groups_of_tokens]
+        of_tokens = [len(self._read_in_host(request.sequence, computed, group)) for group in self.groups_of_tokens]
         return of_tokens if self.states is None else [*of_tokens, 1]
 
     def take_copies(self) -> BlockCopies:
@@ -332,7 +332,7 @@ class KVCacheManager:
         if state is None and self.checkpoints is not None:
             self.host.release(host_blocks)
             return False
-        for group in self._groups_of_tokens:
+        for group in self.groups_of_tokens:
             first = group.first_read(num_tokens)
             block_ids = request.sequence.block_tables[group.index][first:num_blocks]
             pairs = zip(block_ids, host_blocks[first:], strict=True)
@@ -358,7 +358,7 @@ class KVCacheManager:
     def _keep_in_host(self, block: Block) -> None:
         if not self._is_reachable(block.parent):
             return
-        groups = self._groups_of_tokens
+        groups = self.groups_of_tokens
         ids = [(group.index, block_id) for group in groups if (block_id := group.id_of(block)) is not None]
         kept_groups = frozenset(index for index, _ in ids)
         host_block = self.host.keep(block, kept_groups)
@@ -394,12 +394,22 @@ class KVCacheManager:
         """Count a request's loaded tokens as a prefix hit."""
         if not request.num_preemptions:
             request.sequence.num_cached_tokens = request.num_computed_tokens
+        if self.checkpoints is not None:
+            self.checkpoints.note_loaded(request)
 
-    def pin(self, transfer_id: int, block_ids: list[list[int]]) -> None:
-        """Pin blocks for a transfer. Skips `NO_BLOCK`."""
-        for group, ids in zip(self.groups, block_ids, strict=True):
-            group.pin(ids)
-        self._pins[transfer_id] = [[block_id for block_id in ids if block_id != NO_BLOCK] for ids in block_ids]
+    def most_loaded_tokens(self, num_tokens: int) -> int:
+        """Return how many of a request's tokens a load can provide at most.
+
+        A recurrent state must not include the last token, which is always computed.
+        """
+        return (num_tokens - (self.states is not None)) // self.block_size * self.block_size
+
+    def pin(self, transfer_id: int, block_ids: list[list[int]], states: Iterable[int] = ()) -> None:
+        """Pin blocks and slots of states for a transfer. Skips `NO_BLOCK`."""
+        ids = block_ids if self.states is None else [*block_ids, list(states)]
+        self._pins[transfer_id] = [[each for each in of_group if each != NO_BLOCK] for of_group in ids]
+        for group, pinned in zip(self.groups, self._pins[transfer_id], strict=True):
+            group.pin(pinned)
 
     def unpin(self, transfer_id: int) -> None:
         """Unpin a transfer's blocks. Ignores unknown and ended transfers."""

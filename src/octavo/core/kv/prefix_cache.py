@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from octavo.core.kv.cache_history import Miss, MissReason
 from octavo.core.kv.groups import BoundedGroup, StateGroup, longest_hit, num_covered
-from octavo.data.events import BlockCached
+from octavo.data.events import BlockCached, HitLimit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ class ComputedBlocks:
     """A prefix hit with the KV of a request's first `num_tokens` tokens. Valid until the next allocation.
 
     The request shares `blocks`. `host_blocks` or `source` are copied into new blocks after `blocks`.
-    num_shared: Number of cached blocks at the beginning of the request, if missing states may have shortened the hit.
+    num_shared: Number of cached blocks at the beginning of the request. `limit`: Why the hit is shorter, or None.
     state_name: Name of the block after which the recurrent state is saved.
     """
 
@@ -38,6 +38,7 @@ class ComputedBlocks:
     source: Block | None = None  # has all tokens after `blocks`; only the last token is recomputed
     is_saved: bool = False  # True if `host_blocks` has KV that a preemption swapped out
     num_shared: int = 0
+    limit: HitLimit | None = None
     state_name: BlockLink | None = None
 
     @property
@@ -51,11 +52,13 @@ NO_COMPUTED_BLOCKS = ComputedBlocks([], 0)
 
 @dataclass(frozen=True, slots=True)
 class FullBlocks:
-    """Cached full blocks at the beginning of a request."""
+    """Cached full blocks at the beginning of a request. num_shared, limit: See `ComputedBlocks`."""
 
     on_device: list[Block]
     in_host: list[HostBlock]
     num_usable: int  # the request can continue after this many blocks
+    num_shared: int
+    limit: HitLimit | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +120,19 @@ class PrefixCache:
         """
         found, num_tokens = self._find_from(request, 0, None, self._pool.find), len(request.sequence.token_ids)
         in_host = self._find_in_host(request, found)
-        num_usable = longest_hit(self.parted, found, in_host, num_tokens)
-        if self._host.num_cached_blocks and num_usable < len(found) + len(in_host):
+        num_usable, num_shared = longest_hit(self.parted, found, in_host, num_tokens), len(found) + len(in_host)
+        if self._host.num_cached_blocks and num_usable < num_shared:
             num_read = min(len(found) * self._block_size, num_tokens - 1)
             covered = found[: num_covered(self._bounded, found, num_read)]
             after = self._find_in_host(request, covered)
             num_with_host = longest_hit(self.parted, covered, after, num_tokens)
             if num_with_host > num_usable:
-                return FullBlocks(covered, after, num_with_host)
-        return FullBlocks(found, in_host, num_usable)
+                found, in_host, num_usable = covered, after, num_with_host
+        limit = None
+        if num_usable < num_shared:
+            num_without_states = longest_hit(self._bounded, found, in_host, num_tokens)
+            limit = HitLimit.CHECKPOINT if num_usable < num_without_states else HitLimit.WINDOW
+        return FullBlocks(found, in_host, num_usable, num_shared, limit)
 
     def _find_in_host(self, request: Request, found: list[Block]) -> list[HostBlock]:
         return self._find_from(request, len(found), found[-1].name if found else None, self._host.find)
@@ -150,6 +157,10 @@ class PrefixCache:
         num_tokens = len(request.sequence.token_ids)
         return min(num_tokens // self._block_size, -(-(num_tokens - 1) // self._block_size))
 
+    def _most_with_state(self, request: Request) -> int:
+        """Return the number of leading blocks whose state is of use: at least one token follows it."""
+        return (len(request.sequence.token_ids) - 1) // self._block_size
+
     def computed_blocks(self, request: Request, full: FullBlocks) -> ComputedBlocks:
         """Return `full` as a prefix hit. If possible, extend it by another prompt's partly filled last block."""
         size, num_tokens = self._block_size, len(request.sequence.token_ids)
@@ -160,18 +171,20 @@ class PrefixCache:
                 found[:num_found],
                 num_found * size,
                 [block.block_id for block in full.in_host[: max(num_found - len(found), 0)]],
-                num_shared=len(blocks),
+                num_shared=full.num_shared,
+                limit=full.limit,
                 state_name=blocks[num_found - 1].name if num_found else None,
             )
         if num_found > len(found):
             host_blocks = [block.block_id for block in full.in_host[: num_found - len(found)]]
-            return ComputedBlocks(found, min(num_found * size, num_tokens - 1), host_blocks)
+            num_computed = min(num_found * size, num_tokens - 1)
+            return ComputedBlocks(found, num_computed, host_blocks, num_shared=full.num_shared, limit=full.limit)
         if num_found * size == num_tokens:
             return ComputedBlocks(found[:-1], num_tokens - 1, source=found[-1])
         source = self._find_partial(request, found)
         if source is not None:
             return ComputedBlocks(found, num_tokens - 1, source=source)
-        return ComputedBlocks(found[:num_found], num_found * size) if num_found else NO_COMPUTED_BLOCKS
+        return ComputedBlocks(found[:num_found], num_found * size, num_shared=full.num_shared, limit=full.limit)
 
     def _find_partial(self, request: Request, found: list[Block]) -> Block | None:
         is_found = len(found) == request.num_prompt_tokens // self._block_size
@@ -207,15 +220,24 @@ class PrefixCache:
         index, size = computed.num_blocks, self._block_size
         if not self.reads_cache(request):
             return None
-        num_useful = self._num_useful_blocks(request)
+        num_useful = self._most_with_state(request) if self._has_states else self._num_useful_blocks(request)
         if num_useful == 0:
             return Miss(MissReason.TOO_SHORT)
         if index >= num_useful or computed.source is not None:
             return None
+        if computed.limit is HitLimit.CHECKPOINT:
+            return Miss(MissReason.NO_STATE)
         chain = self.chains.extended(request)
         parent = chain.hashes[index - 1] if index else None
         tokens = request.sequence.token_ids[index * size : (index + 1) * size]
         return self.history.why_missed(index, tokens, chain.hashes[index], parent, chain.keys(index))
+
+    def num_unusable_tokens(self, request: Request, computed: ComputedBlocks) -> int:
+        """Return how many cached tokens after a prefix hit are computed again because of its `limit`."""
+        num_usable = len(request.sequence.token_ids) - 1
+        if self._has_states:
+            num_usable = self._most_with_state(request) * self._block_size
+        return max(min(computed.num_shared * self._block_size, num_usable) - computed.num_tokens, 0)
 
     def awaited_block(self, request: Request, computed: ComputedBlocks) -> tuple[BlockHash, str] | None:
         """Return (first missing block's hash, id of the request that will commit this block), or None."""
@@ -223,7 +245,7 @@ class PrefixCache:
         if not self.reads_cache(request) or computed.is_saved or computed.source is not None:
             return None
         if self._has_states:
-            return self._awaited_checkpoint(request, index)
+            return self._awaited_checkpoint(request, computed.num_blocks)
         if index >= self._num_useful_blocks(request):
             return None
         name = self.chains.extended(request).hashes[index]
@@ -232,7 +254,7 @@ class PrefixCache:
 
     def _awaited_checkpoint(self, request: Request, num_found: int) -> tuple[BlockHash, str] | None:
         """Return the last checkpoint after `num_found` blocks that another request will save, or None."""
-        most = (len(request.sequence.token_ids) - 1) // self._block_size
+        most = self._most_with_state(request)
         for name in reversed(self.chains.extended(request).hashes[num_found:most] if self._saving else ()):
             owner = self._saving.get(name)
             if owner is not None and owner != request.request_id:

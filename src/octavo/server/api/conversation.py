@@ -186,10 +186,10 @@ async def render(
 ) -> dict[str, Any]:
     """Render a conversation with the chat template, and tokenize the text.
 
-    Returns the prompt's text and token ids. If the engine uses draft tokens, also returns the token ids of the
-    prediction.
+    Returns the prompt's text, token ids and cache points. If the engine uses draft tokens, also returns the token ids
+    of the prediction.
 
-    is_prompt: True to refuse a prompt that fills the whole context.
+    is_prompt: True to refuse a prompt that fills the whole context. If False, there are no cache points.
     """
     inputs, truncation = service.engine.input_processor, conversation.truncation
 
@@ -201,6 +201,9 @@ async def render(
         else:
             token_ids = truncation.encode(text, inputs, add_special_tokens=False)
         prompt = {"prompt": text, "prompt_token_ids": token_ids}
+        if is_prompt and truncation.num_tokens is None:
+            points = inputs.cache_points(messages, text, len(token_ids), tools=tools, **conversation.options)
+            prompt["cache_points"] = points
         if conversation.prediction and service.engine.client.capacity.num_speculative_tokens:
             prompt["predicted_token_ids"] = _encode_prediction(inputs, conversation.prediction)
         return prompt

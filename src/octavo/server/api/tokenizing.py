@@ -111,7 +111,7 @@ def _tokenized(service: Service, request: TokenizeRequest) -> Tokenized | Tokeni
         toolbox = read_chat_tools(request.tools, request.tool_choice, None, tool_format)
         messages, given = toolbox.template_input(read_messages(request.messages), tool_format)
         options = effort_options(request.reasoning_effort, "reasoning_effort") | template_options(request)
-        token_ids = inputs.chat_prompt(messages, tools=given, **options)["prompt_token_ids"]
+        token_ids = inputs.encode(inputs.chat_text(messages, tools=given, **options), add_special_tokens=False)
     token_name = inputs.tokenizer.token
     texts = [token_name(token_id) for token_id in token_ids] if request.return_token_strs else UNSET
     return Tokenized(len(token_ids), service.model_info.max_model_len, token_ids, texts)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from octavo.data.draft_stats import DraftStats
     from octavo.data.expert_stats import ExpertStats
     from octavo.data.metrics import EngineStats, Histogram
+    from octavo.data.state_slots import StateSlots
     from octavo.server.service import Service
 
 _MODEL = ["model_name"]
@@ -99,6 +100,10 @@ _DRAFT_POSITIONS = (
     ("num_draft_tokens_per_pos", "Draft tokens by position in the draft."),
     ("num_accepted_tokens_per_pos", "Accepted draft tokens by position in the draft."),
 )
+_CHECKPOINT_COUNTERS = (
+    ("num_saved_checkpoints", "saved_checkpoints", "Recurrent states that were saved for later requests."),
+    ("num_evicted_checkpoints", "evicted_checkpoints", "Saved recurrent states that were evicted from the device."),
+)
 _EXPERT_COUNTERS = (
     ("num_tokens", "expert_tokens", "Tokens, counted once per layer and chosen expert."),
     ("num_reads", "expert_reads", "Experts with tokens, counted once per layer and step."),
@@ -157,6 +162,12 @@ class EngineCollector(Collector):
                 yield family(name, text, _MODEL, [(model, getattr(stats, attribute))])
         yield from _capacity(engine.client.capacity, model)
         yield from _tiers(stats, engine.client.capacity, model)
+        unusable = [([*model, limit], count) for limit, count in stats.prefix_cache_unusable.items()]
+        text = "Cached tokens that are computed again, by what ended the prefix hit."
+        yield counter("prefix_cache_unusable_tokens", text, [*_MODEL, "limit"], unusable)
+        slots = stats.state_slots or engine.client.capacity.empty_states
+        if slots is not None:
+            yield from _states(stats, slots, model)
         yield from _drafts(stats.drafts, model)
         if stats.expert_tokens is not None:
             yield from _experts(stats.experts, model)
@@ -202,6 +213,14 @@ def _tiers(stats: EngineStats, capacity: EngineCapacity, model: list[str]) -> It
         moved.append(([*model, direction], num_bytes))
     text = "Bytes of evicted blocks of all KV groups that were copied to host memory and back."
     yield counter("host_cache_bytes", text, [*_MODEL, "direction"], moved)
+
+
+def _states(stats: EngineStats, slots: StateSlots, model: list[str]) -> Iterator[Metric]:
+    counts = (("running", slots.num_running), ("checkpoint", slots.num_checkpoints), ("free", slots.num_free))
+    rows = [([*model, use], count) for use, count in counts]
+    yield gauge("state_slots", "Slots for recurrent states by use.", [*_MODEL, "use"], rows)
+    for attribute, name, text in _CHECKPOINT_COUNTERS:
+        yield counter(name, text, _MODEL, [(model, getattr(stats, attribute))])
 
 
 def _drafts(drafts: DraftStats, model: list[str]) -> Iterator[Metric]:

@@ -294,6 +294,16 @@ def test_quarantined_private_window_block_is_not_replaced():
     assert made.windows._release([0]) == 0
 
 
+def test_pinned_private_window_block_stays_private_until_its_last_release():
+    made = Windows(num_blocks=6)
+    made.start(1, num_all_blocks=9)
+    made.windows.pin([0])
+    assert made.windows._release([0]) == 0
+    assert 0 in made.windows._private
+    assert made.windows._release([0]) == 1
+    assert 0 not in made.windows._private
+
+
 @pytest.mark.parametrize(
     ("num_found_tokens", "num_tokens", "cached"),
     [

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from octavo.core.kv.groups.interface import Claim
 from octavo.core.kv.groups.parts import Parts
 from octavo.data.request import StateSaves
+from octavo.data.state_slots import StateSlots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -84,6 +85,13 @@ class StateGroup(Parts):
         self._num_taken = [0] * spec.num_blocks
         self._evicted_priority = 0
 
+    @property
+    def slots(self) -> StateSlots:
+        """Usage of the slots."""
+        num_checkpoints, num_free = len(self._cached), len(self._free)
+        num_running = self.num_blocks - len(self.quarantined) - num_checkpoints - num_free
+        return StateSlots(num_running, num_checkpoints, num_free)
+
     def first_read(self, num_tokens: int) -> int:
         """Return 0: a block table has only the request's own slot."""
         del num_tokens
@@ -93,7 +101,8 @@ class StateGroup(Parts):
         self, blocks: Sequence[Block], host_blocks: Sequence[HostBlock], num_tokens: int, limit: int
     ) -> int:
         """Return the largest number of leading blocks that end at a checkpoint. At least one token follows them."""
-        most, num_here = min(limit, (num_tokens - 1) // self._block_size), len(blocks)
+        num_here = len(blocks)
+        most = min(limit, num_here + len(host_blocks), (num_tokens - 1) // self._block_size)
         for count in range(most, 0, -1):
             if count <= num_here and self.id_of(blocks[count - 1]) is not None:
                 return count
@@ -167,6 +176,22 @@ class StateGroup(Parts):
         num_blocks = num_tokens // self._block_size
         sequence.saves = StateSaves(due[::-1], goes_on, num_tokens, newest=num_blocks, kept=num_blocks)
 
+    def note_loaded(self, sequence: TokenSequence, num_tokens: int) -> None:
+        """Skip the saves in the loaded tokens. The next step copies the loaded state."""
+        saves = sequence.saves
+        saves.newest = saves.loaded = num_tokens // self._block_size
+        saves.num_stored = num_tokens
+        saves.due = [border for border in saves.due if border > saves.newest]
+
+    def keep_loaded(self, sequence: TokenSequence) -> tuple[int, int] | None:
+        """Take a slot for a checkpoint of the loaded state. Return (request's slot, new slot), or None."""
+        saves, (slot,) = sequence.saves, sequence.block_tables[self.index]
+        border, saves.loaded = saves.loaded, 0
+        if not self._save(saves, border):
+            return None
+        saves.kept = border
+        return slot, saves.pending[border]
+
     def plan_saves(self, sequence: TokenSequence, num_tokens: int) -> list[tuple[int, int]]:
         """Return the saves of the next step, which computes a sequence's tokens before `num_tokens`.
 
@@ -208,7 +233,6 @@ class StateGroup(Parts):
         if saves.replaceable is None:
             return
         slot, num_taken = saves.replaceable
-        saves.replaceable = None
         if slot in self._cached and self._num_taken[slot] == num_taken:
             del self._cached[slot]
             self._separate(slot)

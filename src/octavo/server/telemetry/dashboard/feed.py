@@ -16,6 +16,7 @@ from octavo.http.errors import NotFoundError
 from octavo.journal.explain import explain
 from octavo.server.telemetry.dashboard.cursor import Cursor
 from octavo.server.telemetry.dashboard.experts import ExpertMap
+from octavo.server.telemetry.dashboard.prefixes import prefix_figures
 from octavo.server.telemetry.dashboard.tiers import tier_rows
 from octavo.server.telemetry.dashboard.view import LiveView
 
@@ -105,6 +106,7 @@ class Dashboard:
             "dead": engine.is_dead,
             "restarts": engine.client.num_restarts,
             "tiers": tier_rows(engine.client.stats, engine.client.capacity),
+            "prefixes": prefix_figures(engine.client.stats, engine.client.capacity),
         }
 
     async def _open(self) -> LiveView:

@@ -6,6 +6,7 @@ import { setModel } from "./chat.js";
 import { ExpertPanel } from "./experts.js";
 import { follow } from "./feed.js";
 import { count, duration, percent } from "./format.js";
+import { PrefixLines } from "./prefixes.js";
 import { RequestTable, isLive } from "./requests.js";
 import { toggleTheme } from "./theme.js";
 import { TierTable } from "./tiers.js";
@@ -54,6 +55,7 @@ const experts = new ExpertPanel(
   at("expert-map"),
   ["expert-tokens", "expert-bytes", "expert-imbalance"].map(at),
 );
+const prefixes = new PrefixLines(at("unusable"), at("states"));
 const tiers = new TierTable(at("tiers"));
 const table = new RequestTable(at("requests").tBodies[0], at("no-requests"));
 
@@ -98,6 +100,7 @@ function takeFrame(frame) {
   if (document.hidden) return; // the page is not visible
   if (frame.is_first || frame.steps.length) timeline.draw();
   if (frame.is_first || frame.blocks !== null) blocks.draw();
+  prefixes.update(frame.prefixes);
   tiers.update(frame.tiers);
   table.update(frame.requests);
   const shown = frame.requests.filter((request) => isLive(request.state)).length;
