@@ -433,6 +433,7 @@ CASES: dict[str, Callable[[], None]] = {
     "short_conv bfloat16 4": recurrent("short_conv"),
     "keep_rows bfloat16": recurrent("keep_rows"),
     "multiply bfloat16": operation("multiply", (8, 2048), (8, 2048)),
+    "relu_squared bfloat16": operation("relu_squared", (8, 2048)),
     "sigmoid_gate bfloat16": operation("sigmoid_gate", (8, 16, 256), (8, 16, 256)),
     "copy_rows bfloat16": operation("copy_rows", (8, 16, 256), (8, 16, 256)),
     "soft_cap": operation("soft_cap", (8, 4096), dtype="float32", cap=30.0),

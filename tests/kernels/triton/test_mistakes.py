@@ -12,6 +12,7 @@ import test_kept_rows
 import test_mamba2
 import test_multiply
 import test_rejection
+import test_relu_squared
 import test_short_conv
 import test_triton_experts
 import test_triton_latents
@@ -250,6 +251,12 @@ def kept_rows(kernels, generator):
 
 def multiplied(kernels, generator):
     test_multiply.test_product_is_rounded_once_and_changes_only_x(kernels, generator, (5, 2048), torch.bfloat16)
+
+
+def squared(kernels, generator):
+    dtype = torch.bfloat16
+    test_relu_squared.test_negative_values_become_zero_and_others_are_squared(kernels, generator, WIDE, dtype)
+    test_relu_squared.test_nan_stays_nan(kernels, dtype)
 
 
 def sigmoid_gated(kernels, generator):
@@ -556,6 +563,11 @@ MISTAKES = {
     multiplied: [
         ("multiply", FIRST_TILE, "tl.arange(0, BLOCK)"),
         ("multiply", "row * factor_stride", "row * width"),
+    ],
+    squared: [
+        ("relu_squared", FIRST_TILE, "tl.arange(0, BLOCK)"),
+        ("relu_squared", "tl.where(x < 0.0, 0.0, x)", "tl.where(x > 0.0, x, 0.0)"),
+        ("relu_squared", "tl.program_id(0).to(tl.int64) * width", "0 * width"),
     ],
     sigmoid_gated: [
         ("sigmoid_gate", FIRST_TILE, "tl.arange(0, BLOCK)"),

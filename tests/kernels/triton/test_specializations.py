@@ -26,6 +26,7 @@ from octavo.kernels.operations.keep_rows import keep_rows
 from octavo.kernels.operations.log_softmax import log_softmax
 from octavo.kernels.operations.mamba2 import mamba2
 from octavo.kernels.operations.multiply import multiply
+from octavo.kernels.operations.relu_squared import relu_squared
 from octavo.kernels.operations.rope_and_write_latents import rope_and_write_latents
 from octavo.kernels.operations.short_conv import short_conv
 from octavo.kernels.operations.sigmoid_gate import sigmoid_gate
@@ -157,6 +158,7 @@ def states_of(num_rows, kernels):
     keep_rows(kernels, hidden, hidden[:, :7], rates, kept, batch)
     gated_norm(kernels, x, x, torch.empty(58), 1e-6, 58, True, hidden[:, :464])
     multiply(kernels, x, hidden[:, :464])
+    relu_squared(kernels, hidden)
     heads = hidden.view(num_rows, 3, -1)
     sigmoid_gate(kernels, heads[:, 1:2], heads[:, :1])
     copy_rows(kernels, heads[:, 1:2], heads[:, :1])

@@ -19,6 +19,11 @@ from test_kept_rows import (
     test_state_without_written_rows_is_that_which_was_read,
 )
 from test_multiply import test_product_is_rounded_once_and_changes_only_x
+from test_relu_squared import (
+    test_nan_stays_nan,
+    test_negative_values_become_zero_and_others_are_squared,
+    test_result_is_rounded_once_like_torch,
+)
 from test_short_conv import test_short_sequence_shifts_state, test_taps_are_added_in_order_before_bias
 from test_states_in_pieces import (
     advance_in_pieces,
@@ -34,8 +39,11 @@ from test_states_in_pieces import (
 __all__ = [
     "test_copy_changes_only_the_named_heads",
     "test_gate_multiplies_by_sigmoid_and_rounds_once",
+    "test_nan_stays_nan",
     "test_narrow_result_is_rounded_float32_result",
+    "test_negative_values_become_zero_and_others_are_squared",
     "test_product_is_rounded_once_and_changes_only_x",
+    "test_result_is_rounded_once_like_torch",
     "test_row_of_gate_does_not_depend_on_other_rows",
     "test_rows_after_last_sequence_are_not_written",
     "test_rows_are_kept_side_by_side",
