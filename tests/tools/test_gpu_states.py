@@ -84,7 +84,7 @@ def test_wrong_saved_states_are_detected(check, monkeypatch):
     def broken(self, copies):
         moves = copy(self, copies)
         for group, _, slot in copies.block_copies:
-            self.groups[group].blocks[slot].zero_()
+            self.groups[group].blocks[slot].fill_(64)  # as a float, 3.0
         return moves
 
     monkeypatch.setattr(PagedKVCache, "copy", broken)
