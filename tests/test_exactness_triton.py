@@ -208,7 +208,7 @@ def recurrent_model(tmp_path_factory):
     return write
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(4)
 @pytest.mark.sweep(20)
 @pytest.mark.parametrize("family", RECURRENT)
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -115,6 +115,7 @@ def test_gates_of_any_size_give_finite_results(kernels, generator):
     test_mamba2.test_steps_of_any_size_give_finite_results(kernels, generator)
 
 
+@pytest.mark.turn(8)
 def test_nan_reaches_only_its_column(kernels, generator):
     test_gated_delta.test_nan_reaches_only_its_column(kernels, generator)
 
