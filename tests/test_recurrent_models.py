@@ -152,10 +152,6 @@ def constrained_tokens(folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"kv_disk_dir": "/tmp/octavo-of-states", "tensor_parallel_size": 2},
-            "with recurrent layers, KV stores and the roles prefill and decode do not work with tensor_parallel_size",
-        ),
         ({"speculative_config": {"method": "quantized"}}, "method quantized does not work with recurrent layers yet"),
         ({"kernels": "triton"}, "kernels triton do not compute recurrent layers yet: choose kernels auto"),
     ],
@@ -169,9 +165,7 @@ def test_unsupported_options_are_refused(checkpoint, options, message):
 def test_direct_handover_is_refused(checkpoint, role):
     model, stores = ModelConfig(model=str(checkpoint)), KVTransferConfig(role=role, direct=True)
     with pytest.raises(ConfigError, match="kv_direct does not work with recurrent layers"):
-        check_recurrent_layers(
-            EngineConfig(model=model, kv_transfer=stores), read_architecture(checkpoint), has_store=False
-        )
+        check_recurrent_layers(EngineConfig(model=model, kv_transfer=stores), read_architecture(checkpoint))
 
 
 def test_allocated_states_have_the_planned_size(checkpoint):

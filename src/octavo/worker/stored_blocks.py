@@ -21,7 +21,7 @@ from octavo.worker.host_copies import CudaQueue, Passed
 from octavo.worker.pinned_memory import pinned_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -187,7 +187,7 @@ class StoredBlocks:
             parts = [
                 HostPart(group, part.blocks.numpy(), rows[:, part.columns]) for group, part in enumerate(self._parts)
             ]
-            return HostBuffer(rows, parts, None if self._states is None else self._states.numpy())
+            return HostBuffer(rows, parts, [] if self._states is None else [StatePart(self._states.numpy(), 0)])
         buffer = StagedBuffer(self._parts, self.block_bytes, num_blocks, stream, self._device, self._states)
         stream.wait(self.mark())  # the buffer may reuse memory of running steps
         return buffer
@@ -216,12 +216,20 @@ class HostPart(NamedTuple):
     is_repeated: bool = False
 
 
-class HostBuffer:
-    """The `PieceBuffer` of a CPU. rows: a block each. states: [num_slots, bytes of a sequence's states]."""
+class StatePart(NamedTuple):
+    """Neighbouring bytes of a sequence's states, uint8 [num_slots, num_bytes]. first: the first one's place in a store.
 
-    def __init__(
-        self, rows: NDArray[np.uint8], parts: Sequence[HostPart], states: NDArray[np.uint8] | None = None
-    ) -> None:
+    Several parts may have the same place, and have the same content then.
+    """
+
+    slots: NDArray[np.uint8]
+    first: int
+
+
+class HostBuffer:
+    """The `PieceBuffer` of a CPU. rows: a block each."""
+
+    def __init__(self, rows: NDArray[np.uint8], parts: Sequence[HostPart], states: Sequence[StatePart] = ()) -> None:
         self._rows, self._parts, self._states = rows, parts, states
 
     def views(self, count: int) -> list[memoryview]:
@@ -249,20 +257,23 @@ class HostBuffer:
     def write_state(self, slot: int, first: int, count: int, after: Mark) -> None:
         """See `PieceBuffer`."""
         after.synchronize()
-        state, memory = self._pieces(slot, first, count)
-        np.copyto(state, memory[: len(state)])
+        for state, piece in self._in_both(slot, first, count):
+            np.copyto(state, piece)
 
     def read_state(self, slot: int, first: int, count: int, after: Mark) -> None:
         """See `PieceBuffer`."""
         after.synchronize()
-        state, memory = self._pieces(slot, first, count)
-        np.copyto(memory[: len(state)], state)
-        memory[len(state) :] = 0
+        self._rows[:count] = 0
+        for state, piece in self._in_both(slot, first, count):
+            np.copyto(piece, state)
 
-    def _pieces(self, slot: int, first: int, count: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        assert self._states is not None
-        size = self._rows.shape[1]
-        return self._states[slot, first * size : (first + count) * size], self._rows[:count].reshape(-1)
+    def _in_both(self, slot: int, first: int, count: int) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
+        """Yield bytes of a slot, and the same bytes of pieces."""
+        start, pieces = first * self._rows.shape[1], self._rows[:count].reshape(-1)
+        for slots, place in self._states:
+            begin, end = max(start, place), min(start + len(pieces), place + slots.shape[1])
+            if begin < end:
+                yield slots[slot, begin - place : end - place], pieces[begin - start : end - start]
 
 
 class StagedBuffer:
