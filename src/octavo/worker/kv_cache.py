@@ -100,7 +100,8 @@ class PagedKVCache:
                 start, end = (each // dtype.itemsize for each in (columns[number].start, columns[number].stop))
                 self._layers[number] = layout.layers[number].views(blocks[:, start:end], block_size)
         if layout.states:
-            states, layers = make_states(layout, num_blocks[-1], num_kept_rows, state_dtype, device, allocate)
+            num_slots = num_blocks[-1] + num_scratch_blocks
+            states, layers = make_states(layout, num_slots, num_kept_rows, state_dtype, device, allocate)
             in_host = _reserve_host(num_host_states, states.shape[1], dtype=torch.uint8, device=device)
             self.groups.append(GroupMemory(RecurrentStates(), num_blocks[-1], states, in_host))
             self._layers |= layers
