@@ -54,7 +54,6 @@ def test_model_that_drafts_gives_equal_tokens_in_every_schedule(models, alone, s
             if schedule.rounds == 1 or params.seed is not None or params.is_greedy:
                 assert got[index] == alone(name, dtype)[index]
     assert stats.drafts.num_draft_tokens > 0
-    assert (stats.num_preemptions > 0) == (schedule.num_blocks is not None)
 
 
 @pytest.mark.parametrize("drafter", ["quantized", "draft_model"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from gguf_files import write_gguf
+from mooncake_master import Master, needs_mooncake
 from pairs import decode, prefill
 from rank_threads import RankThread
 from running import wait_until
@@ -12,7 +13,7 @@ from test_exactness import Schedule, answers, make_engine, make_requests, needs_
 from test_kv_disk import over_disk
 from test_kv_stores import SCHEDULES, count, engine_over, node, settle
 from test_recurrent_of_ranks import CONV, DELTA, GRANITE, MODELS, NEMOTRON, write
-from test_recurrent_stores import GREEDY, finish, patience, usable_tokens
+from test_recurrent_stores import GREEDY, await_store, finish, patience, usable_tokens
 
 from octavo import LLM, SamplingParams
 from octavo.config import KVTransferConfig
@@ -179,6 +180,26 @@ def test_ranks_start_with_states_of_prefill_ranks(tmp_path, checkpoints, alone, 
     if schedule.name == "crowd":
         assert num_found == [usable_tokens(prompt) for prompt, _ in requests]
     finish(first, second)
+
+
+@needs_mooncake
+def test_ranks_load_states_from_mooncake(checkpoints, alone):
+    master, log = Master(), EventLog()
+    try:
+        stores = KVTransferConfig(mooncake=master.address, mooncake_segment_bytes=64 << 20)
+        first, got = engine_over(None, checkpoints[DELTA], stores=stores, num_ranks=2), []
+        await_store(first)
+        for request in make_requests()[:NUM_TRIED]:
+            got += answers(first, [request])
+            settle(first)  # no save is dropped because too many are open
+        second = engine_over(None, checkpoints[DELTA], stores=stores, num_ranks=2, sink=log)
+        await_store(second)
+        got += answers(second, make_requests()[:NUM_TRIED])
+        assert got == 2 * alone(DELTA)
+        assert count(log, events.KVLoadEnded, outcome="done") >= 4
+        finish(first, second)
+    finally:
+        master.kill()
 
 
 # --- faults

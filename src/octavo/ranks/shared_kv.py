@@ -147,7 +147,7 @@ class BlocksOfRanks:
     def _state_parts(self) -> Iterator[StatePart]:
         for layout, (*_, slots) in zip(self._layouts, self._blocks, strict=True):
             for own, start, num_bytes in layout.state_runs(self._whole, self._state_dtype):
-                yield StatePart(slots[:, own : own + num_bytes], start)
+                yield StatePart(slots[:, own : own + num_bytes], start, num_bytes)
 
     def mark(self) -> Mark:
         """See `TransferredBlocks`."""

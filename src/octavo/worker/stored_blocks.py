@@ -187,10 +187,13 @@ class StoredBlocks:
             parts = [
                 HostPart(group, part.blocks.numpy(), rows[:, part.columns]) for group, part in enumerate(self._parts)
             ]
-            return HostBuffer(rows, parts, [] if self._states is None else [StatePart(self._states.numpy(), 0)])
+            return HostBuffer(rows, parts, self._state_parts())
         buffer = StagedBuffer(self._parts, self.block_bytes, num_blocks, stream, self._device, self._states)
         stream.wait(self.mark())  # the buffer may reuse memory of running steps
         return buffer
+
+    def _state_parts(self) -> list[StatePart]:
+        return [] if self._states is None else [StatePart(self._states.numpy(), 0, self._states.shape[1])]
 
     def mark(self) -> Mark:
         """See `TransferredBlocks`."""
@@ -217,13 +220,14 @@ class HostPart(NamedTuple):
 
 
 class StatePart(NamedTuple):
-    """Neighbouring bytes of a sequence's states, uint8 [num_slots, num_bytes]. first: the first one's place in a store.
+    """Neighbouring bytes of a sequence's states, uint8 [num_slots, num_bytes].
 
-    Several parts may have the same place, and have the same content then.
+    place: of the first byte in a stored state. Several parts may have the same place, and have the same content then.
     """
 
     slots: NDArray[np.uint8]
-    first: int
+    place: int
+    num_bytes: int
 
 
 class HostBuffer:
@@ -270,10 +274,14 @@ class HostBuffer:
     def _in_both(self, slot: int, first: int, count: int) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
         """Yield bytes of a slot, and the same bytes of pieces."""
         start, pieces = first * self._rows.shape[1], self._rows[:count].reshape(-1)
-        for slots, place in self._states:
-            begin, end = max(start, place), min(start + len(pieces), place + slots.shape[1])
-            if begin < end:
-                yield slots[slot, begin - place : end - place], pieces[begin - start : end - start]
+        end = start + len(pieces)
+        for slots, place, num_bytes in self._states:
+            if place < end and start < place + num_bytes:
+                both = slice(max(start, place), min(end, place + num_bytes))
+                yield (
+                    slots[slot, both.start - place : both.stop - place],
+                    pieces[both.start - start : both.stop - start],
+                )
 
 
 class StagedBuffer:
