@@ -192,6 +192,7 @@ SCHEDULES = {
     "swaps": {"cache": {"num_gpu_blocks": 5, "swap_space_bytes": 1 << 20}, "preemption": "swap"},
     "ahead": {"async_scheduling": True, "long_prefill_token_threshold": 5},
     "drafts": {"speculative": SpeculativeConfig(method="ngram", num_speculative_tokens=2)},
+    "own drafts": {"speculative": SpeculativeConfig(method="quantized", num_speculative_tokens=2)},
 }
 
 
@@ -209,7 +210,7 @@ def recurrent_model(tmp_path_factory):
 
 
 @pytest.mark.turn(4)
-@pytest.mark.sweep(20)
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize("family", RECURRENT)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_recurrent_layers_give_equal_tokens_alone_and_batched(recurrent_model, family, schedule, monkeypatch):
@@ -225,16 +226,17 @@ def test_recurrent_layers_give_equal_tokens_alone_and_batched(recurrent_model, f
     if schedule == "ahead":
         engine.core.executor.shutdown()
         engine.core.executor = LocalExecutor(worker, mode=LaunchesAhead)
-    if schedule == "drafts":
+    if "drafts" in schedule:
         verify_all(engine)
+    if schedule == "drafts":
         known = {str(index): prompt + list(expected[index % 4][0]) for index, (prompt, _) in enumerate(requests * 2)}
         let_propose(engine, ScriptedProposer(known, 2, 0.5))
     for _ in range(2):
         assert crowd(engine, requests) == expected
     verified = [event for event in engine.core.recent.since(0) if isinstance(event, DraftsVerified)]
-    assert (0 < sum(each.num_accepted for each in verified) < sum(each.num_drafted for each in verified)) == (
-        schedule == "drafts"
-    )
+    assert bool(verified) == ("drafts" in schedule)
+    if schedule == "drafts":
+        assert 0 < sum(each.num_accepted for each in verified) < sum(each.num_drafted for each in verified)
     assert (stats.num_preemptions > 0) == (schedule in {"few blocks", "swaps"})
     assert has_swapped(engine) == (schedule == "swaps")
     assert stats.prefix_cache_hits > 0 or schedule == "few blocks"

@@ -150,21 +150,6 @@ def constrained_tokens(folder):
     return [each.outputs[0].token_ids for each in outputs]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"kv_disk_dir": "/tmp/octavo-of-states", "tensor_parallel_size": 2},
-            "with recurrent layers, KV stores and the roles prefill and decode do not work with tensor_parallel_size",
-        ),
-        ({"speculative_config": {"method": "quantized"}}, "method quantized does not work with recurrent layers yet"),
-    ],
-)
-def test_unsupported_options_are_refused(checkpoint, options, message):
-    with pytest.raises(ConfigError, match=message):
-        LLM(str(checkpoint), skip_tokenizer_init=True, max_model_len=64, **options)
-
-
 def test_gpu_needs_kernels_of_triton(checkpoint, monkeypatch):
     """No GPU is needed: the check precedes everything else."""
     monkeypatch.setattr(recurrent, "resolve_device", torch.device)
@@ -174,7 +159,7 @@ def test_gpu_needs_kernels_of_triton(checkpoint, monkeypatch):
         config = EngineConfig(
             model=ModelConfig(model=str(checkpoint)), device=DeviceConfig(device="cuda", kernels=kernels)
         )
-        recurrent.check_recurrent_layers(config, architecture, has_store=False)
+        recurrent.check_recurrent_layers(config, architecture)
 
     for kernels in ("auto", "reference"):
         with pytest.raises(ConfigError, match="recurrent layers need Triton's kernels: choose kernels triton"):
@@ -186,9 +171,7 @@ def test_gpu_needs_kernels_of_triton(checkpoint, monkeypatch):
 def test_direct_handover_is_refused(checkpoint, role):
     model, stores = ModelConfig(model=str(checkpoint)), KVTransferConfig(role=role, direct=True)
     with pytest.raises(ConfigError, match="kv_direct does not work with recurrent layers"):
-        recurrent.check_recurrent_layers(
-            EngineConfig(model=model, kv_transfer=stores), read_architecture(checkpoint), has_store=False
-        )
+        recurrent.check_recurrent_layers(EngineConfig(model=model, kv_transfer=stores), read_architecture(checkpoint))
 
 
 def test_allocated_states_have_the_planned_size(checkpoint):
