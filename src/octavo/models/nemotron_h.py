@@ -29,7 +29,6 @@ _DEFAULTS = {
     "mamba_head_dim": 64,
     "ssm_state_size": 128,
     "n_groups": 8,
-    "conv_kernel": 4,
     "time_step_min": 0.001,
     "intermediate_size": 21504,
     "n_routed_experts": 8,
