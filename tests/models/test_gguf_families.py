@@ -47,6 +47,7 @@ CONFIGS = {name: BY_NAME[name].full_config for name in (
     "gemma4-heads-of-512", "gemma4-shared-kv-double-wide", "gemma4-3-of-7-experts",
     "granite-4-h-3-of-7-experts", "granite-4-h-dense-tied-groups-biases",
     "nemotron-h-wide-heads", "nemotron-h-neighbours-of-one-kind-biases", "nemotron-3-3-of-8-experts-in-groups",
+    "nemotron-3-latents-3-of-8-experts-biases",
     "gemma4-one-expert-shared-kv-embeddings", "lfm2-7-layers-3-per-kv", "lfm2-adjusted-mlp-tied-layers-listed",
     "lfm2-old-style-attention-first", "lfm2-moe-3-of-7", "lfm2-moe-5-of-12-head-80",
     "qwen3_5-5-layers-2-values-per-key", "qwen3_5-short-conv-tied",
@@ -139,6 +140,7 @@ def converted(config):
 def stored_name(names, name):
     """Return llama.cpp's name of a tensor; of an expert's matrix the one that octavo gives its part of the tensor."""
     name = name.replace(".mamba.decay", ".mamba.A_log").replace(".mamba.dt_bias", ".mamba.dt_proj.bias")
+    name = re.sub(r"^model(\.layers\.\d+\.)mlp\.(?=fc[12]_latent_proj)", r"backbone\1mixer.", name)
     if match := re.fullmatch(r"(.*\.mlp\.experts\.)(\d+)\.(.*)\.(weight|bias)", name):
         whole = names.get_name(match[1] + match[3]) or f"blk.{name.split('.')[2]}.ffn_{match[3][:-5]}_exps"
         return f"{whole}.{match[2]}.{match[4]}"
@@ -297,6 +299,7 @@ def nemotron_keys(config):
         "expert_feed_forward_length": config["moe_intermediate_size"],
         "expert_shared_feed_forward_length": config["moe_shared_expert_intermediate_size"],
         "expert_shared_count": 1,
+        **({"moe_latent_size": config["moe_latent_size"]} if "moe_latent_size" in config else {}),
         "expert_weights_norm": True,
         "expert_weights_scale": config["routed_scaling_factor"],
         "expert_group_count": config["n_group"],

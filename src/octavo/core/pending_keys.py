@@ -20,9 +20,6 @@ class PendingKeys:
     def __len__(self) -> int:
         return self._num_keys
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._num_saves
-
     def lacking(self, keys: Iterable[BlockHash]) -> set[BlockHash]:
         """Return the keys that are in no pending save."""
         return {key for key in keys if key not in self._num_saves}

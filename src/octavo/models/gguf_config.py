@@ -718,7 +718,8 @@ _MAMBA_NAMES = {
 }
 _SHARED_MLP = {f"ffn_{part}_shexp": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
 _GRANITE_HYBRID_NAMES = _ROUTER | _SHARED_MLP | _MAMBA_NAMES
-_NEMOTRON_NAMES = _DEEPSEEK_NAMES | _MAMBA_NAMES
+_LATENTS = {"ffn_latent_down": "mlp.fc1_latent_proj", "ffn_latent_up": "mlp.fc2_latent_proj"}
+_NEMOTRON_NAMES = _DEEPSEEK_NAMES | _MAMBA_NAMES | _LATENTS
 _GLM4_MOE_NAMES, _GPT_OSS_NAMES = _DEEPSEEK_NAMES | _POST_NORM, _POST_NORM | _ROUTER
 _OLMO_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _FAMILIES = {
