@@ -70,6 +70,8 @@ CONFIGS["gemma2-window-tied"] |= {"query_pre_attn_scalar": 32}  # files have no 
 for name in ("lfm2-moe-3-of-7", "lfm2-moe-5-of-12-head-80"):
     CONFIGS[name]["tie_word_embeddings"] = True  # its files have no other head
 CONFIGS |= {
+    "granite-4-experts-without-mamba": tiny_config("GraniteMoeHybridForCausalLM", **heads(112, 7, 1, 16)) | {
+        "layer_types": ["full_attention"] * 2, "position_embedding_type": "rope", "mlp_is_fused": False},
     "qwen3-next-of-2025": CONFIGS["qwen3-next-3-of-7-2-values-per-key"] | {"delta_inputs_are_joined": True},
     "gemma3-scaled": tiny_config("Gemma3ForCausalLM", **heads(192, 6, 2, 32), **TIED | {"num_hidden_layers": 7})
     | _GEMMA3 | {"layer_types": None},
@@ -90,6 +92,8 @@ def config_of(file):
 def architecture_in_file(config):
     name = config["architectures"][0].removesuffix("ForCausalLM")
     has_experts = "moe" in config.get("layers_block_type", ())
+    if name == "GraniteMoeHybrid" and {*config["layer_types"]} == {"full_attention"}:
+        return "granitemoe"
     return ARCHITECTURES[name] + ("_moe" if name == "NemotronH" and has_experts else "")
 
 
@@ -154,7 +158,8 @@ def stored_name(names, name):
     if name.endswith((".sinks", ".layer_scalar")):
         return f"{names.get_name(name)}.weight"
     found = delta_net_gguf.stored_name(names, name)
-    return found or names.get_name(name.replace("model.norm.", "model.embedding_norm."), (".weight",))  # of LFM2
+    found = found or names.get_name(name.replace("model.norm.", "model.embedding_norm."), (".weight",))  # of LFM2
+    return found or names.get_name(name.replace(".mlp.", ".mlp.shared_expert."), (".weight",))  # of Granite 4
 
 
 def own_keys(name, config, rope):  # noqa: C901, PLR0911, PLR0912 - a case for each family
@@ -195,7 +200,7 @@ def own_keys(name, config, rope):  # noqa: C901, PLR0911, PLR0912 - a case for e
             return granite_keys(config) | {
                 "attention.head_count_kv": [config["num_key_value_heads"] * each for each in is_full],
                 "expert_shared_feed_forward_length": config["shared_intermediate_size"],
-                "rope.scaling.finetuned": False,
+                "rope.scaling.finetuned": all(is_full),
                 "ssm.conv_kernel": config["mamba_d_conv"],
                 "ssm.state_size": config["mamba_d_state"],
                 "ssm.group_count": config["mamba_n_groups"],
