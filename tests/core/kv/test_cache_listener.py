@@ -124,7 +124,7 @@ def test_evicted_blocks_are_stored_in_host_memory_until_they_are_evicted_there()
     recorder.take()
     manager.free(run(manager, "b", range(200, 212)))
     first, second, third = hashes_of()
-    assert [call for call in recorder.take() if "stored" != call[0]] == [
+    assert [call for call in recorder.take() if call[0] != "stored"] == [
         ("host stored", third, BLOCKS[2]),
         ("removed", third),
         ("host stored", second, BLOCKS[1]),
