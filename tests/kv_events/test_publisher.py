@@ -203,15 +203,15 @@ def test_used_port_is_an_error(open_publisher, name):
             open_publisher(**{name: f"tcp://*:{port}"})
 
 
-def test_bound_port_is_logged_as_open_to_everybody(open_publisher, caplog):
+def test_bound_port_is_logged_as_open_to_any_client(open_publisher, caplog):
     with zmq.Context() as context, context.socket(zmq.PUB) as other:
         port = other.bind_to_random_port("tcp://*")
     with caplog.at_level(logging.WARNING, logger="octavo.kv_events.publisher"):
         open_publisher(endpoint=f"tcp://*:{port}")
     (warning,) = [record.message for record in caplog.records]
     assert warning == (
-        f"KV events: tcp://*:{port} is open to everybody who reaches it, without authentication, and shows the token "
-        "ids of all prompts"
+        f"KV events: any client that can reach tcp://*:{port} can read the token ids of all prompts; use it in private "
+        "networks only"
     )
 
 

@@ -79,6 +79,6 @@ class KVEventLog(CacheListener):
             self._events.append(BlockRemoved([name], medium, 0))
 
     def cleared(self) -> None:
-        """See `CacheListener`. Publishes at once, because no step may follow."""
+        """See `CacheListener`. Publishes immediately, because no step may follow."""
         self._events = [AllBlocksCleared()]
         self.end_step()
