@@ -29,7 +29,7 @@ class KVEventLog(CacheListener):
     def __init__(self, publisher: KVEventPublisher) -> None:
         self.figures = publisher.figures
         self._publisher = publisher
-        self._events: list[Event] = []
+        self._events: list[Event]
         self._origins: dict[BlockHash, tuple[int | None, str | None]] = {}  # parent and salt of blocks on the device
         self.cleared()
 
