@@ -282,6 +282,21 @@ def test_slow_address_uses_only_its_share_of_connect_timeout(monkeypatch):
     run_virtually(work)
 
 
+def test_idle_connections_of_one_engine_are_closed():
+    async def work(_now):
+        upstream = Upstream(RouterConfig(engines=(URL,)))
+        mine, others = [Connection(), Connection()], Connection(url="http://other:80")
+        for connection in (*mine, others):
+            upstream._now_idle(connection)
+        upstream.close_idle(URL)
+        assert [connection.is_closed for connection in (*mine, others)] == [True, True, False]
+        assert upstream._take_idle(URL) is None
+        assert upstream._take_idle("http://other:80") is others
+        upstream.close_idle(URL)
+
+    run_virtually(work)
+
+
 def test_tls_verifies_engine_host_name(monkeypatch):
     async def work(_now):
         upstream = Upstream(RouterConfig(engines=(URL,)))

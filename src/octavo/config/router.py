@@ -68,6 +68,12 @@ class RouterConfig(AccessConfig):
     max_prefix_entries: int = option(
         1 << 18, "Number of most recently used prompt pieces that cache_aware remembers, about 400 bytes each.", low=1
     )
+    state_file: Path | None = option(
+        None,
+        "File in which cache_aware keeps what it remembers of prompts, as hashes, so that a restart of the router does "
+        "not lose it. Default: none.",
+        unit="FILE",
+    )
     min_prefill_tokens: int = option(
         256,
         "Minimum number of prompt tokens, not cached by the engine of --role decode, for which an engine of "
@@ -136,6 +142,8 @@ class RouterConfig(AccessConfig):
             raise ConfigError(f"engines_dns must be a name and a port, like engines.local:8000, got {self.engines_dns}")
         if not self.engines and self.engines_file is None and self.engines_dns is None:
             raise ConfigError("a router needs engines: --engine URL, --engines-file FILE or --engines-dns NAME:PORT")
+        if self.state_file is not None and self.policy != "cache_aware":
+            raise ConfigError(f"state_file needs the policy cache_aware, got {self.policy}")
         for name in ("balance_tokens", "max_prefix_entries", "min_prefill_tokens"):
             at_least(name, getattr(self, name), 0)
         at_least("max_answer_bytes", self.max_answer_bytes, 1)

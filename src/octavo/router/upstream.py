@@ -74,6 +74,11 @@ class Upstream:
         for connection in list(self._open):
             connection.close()
 
+    def close_idle(self, url: str) -> None:
+        """Close idle connections to an engine."""
+        for connection in self._idle.pop(url, {}):
+            connection.close()
+
     async def _ask(
         self,
         url: str,
