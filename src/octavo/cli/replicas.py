@@ -90,13 +90,11 @@ def _on_this_machine(
 def _on_ray(
     context: typer.Context, config: ServerConfig, listen: ListenOptions, replicas: ReplicasConfig, device: DeviceConfig
 ) -> tuple[RouterConfig, Launcher]:
-    import importlib.util
-
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError("--launcher ray needs ray: pip install 'octavo[ray]'")
+    from octavo.ray.messages import Settings
+    from octavo.ray.process import check_ray_installed
     from octavo.ray.replicas import RayReplicas
-    from octavo.ray.settings import Settings
 
+    check_ray_installed("--launcher ray")
     # Other machines can reach the engines, so that they need a key even if the router needs none.
     client_key = None if config.requires_key else secrets.token_urlsafe(32)
     operator_key = _operator_key(config)

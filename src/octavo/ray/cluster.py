@@ -21,7 +21,7 @@ from octavo.ray.engine_host import EngineHost, versions
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from octavo.ray.settings import Settings
+    from octavo.ray.messages import Settings
 
 logger = logging.getLogger(__name__)
 NAMESPACE = "octavo"
