@@ -71,24 +71,25 @@ TROUBLES = {
 
 
 @pytest.mark.parametrize("name", TROUBLES)
-def test_kills_under_load_end_every_request_in_time_with_right_tokens(name, cluster, service, right):
+@pytest.mark.parametrize("number", range(NUM_KILLS))
+def test_kill_under_load_ends_every_request_in_time_with_right_tokens(number, name, cluster, service, right):
     trouble, mend = TROUBLES[name]
-    for _ in range(NUM_KILLS):
-        service.wait_ready(4)
-        with BackgroundLoad(service.port, right, NUM_CLIENTS) as load:
-            wait(lambda: len(load.outcomes) > NUM_CLIENTS, "the load has begun")
-            killed_at = time.monotonic()
-            victims = trouble(cluster)
-            wait(lambda: not any(map(is_running, victims)), "no orphan is left", ORPHAN_S)
-            gone_at = time.monotonic()
-            wait(lambda: len(load.since(gone_at)) >= NUM_CLIENTS, "the load goes on", TERMINAL_S)
-            oldest = min(load.open.values(), default=gone_at)
-        outcomes = load.since(killed_at)
-        assert {outcome.kind for outcome in outcomes} <= {"whole", "error", "refused"}, outcomes
-        assert not any(outcome.is_wrong or outcome.is_double for outcome in outcomes)
-        assert max(outcome.ended - max(outcome.begun, killed_at) for outcome in outcomes) < TERMINAL_S
-        assert time.monotonic() - oldest < TERMINAL_S
-        mend(cluster)
+    service.wait_ready(4)
+    with BackgroundLoad(service.port, right, NUM_CLIENTS) as load:
+        wait(lambda: len(load.outcomes) > NUM_CLIENTS, "the load has begun")
+        killed_at = time.monotonic()
+        victims = trouble(cluster)
+        wait(lambda: not any(map(is_running, victims)), "no orphan is left", ORPHAN_S)
+        gone_at = time.monotonic()
+        wait(lambda: len(load.since(gone_at)) >= NUM_CLIENTS, "the load goes on", TERMINAL_S)
+        stopped_at = time.monotonic()
+        oldest = min(load.open.values(), default=stopped_at)
+    mend(cluster)
+    outcomes = load.since(killed_at)
+    assert {outcome.kind for outcome in outcomes} <= {"whole", "error", "refused"}, outcomes
+    assert not any(outcome.is_wrong or outcome.is_double for outcome in outcomes)
+    assert max(outcome.ended - max(outcome.begun, killed_at) for outcome in outcomes) < TERMINAL_S
+    assert stopped_at - oldest < TERMINAL_S
 
 
 def is_running(process):

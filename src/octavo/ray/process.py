@@ -136,7 +136,7 @@ class RayProcess(Launcher):
                 report = msgspec.json.decode(line, type=Report)
                 failure = report.failure
                 with self._changed:
-                    self._urls = report.urls
+                    self._urls = report.urls if failure is None else self._urls
                     self._is_placed = self._is_placed or report.is_placed
                     self._was_ready = self._was_ready or report.was_ready
                     self._changed.notify_all()

@@ -65,7 +65,7 @@ class Upstream:
         target = scope["raw_path"] + (b"?" + query if query else b"")
         first_byte_s = engine.ends_within_s if self._first_byte_s is None else self._first_byte_s
         limits = AnswerLimits(first_byte_s, self._idle_s, self._max_answer_bytes)
-        return await self._ask(engine.url, scope["method"], target, self._headers(scope, request_id), body, limits)
+        return await self._ask(engine.url, scope["method"], target, _headers(scope, request_id, self._client_key), body, limits)
 
     async def get(self, engine: EngineHandle, path: str, key: str | None, timeout_s: float) -> tuple[int, bytes]:
         """Send the router's own GET. Raises `FAILURES`."""
@@ -131,18 +131,6 @@ class Upstream:
         self._open.add(connection)
         return connection
 
-    def _headers(self, scope: Scope, request_id: str) -> list[tuple[bytes, bytes]]:
-        dropped = of_connection(scope["headers"]) | _NOT_PASSED
-        if self._client_key is not None:
-            dropped |= _KEYS
-        headers = [(name, value) for name, value in scope["headers"] if name not in dropped]
-        if self._client_key is not None:
-            headers.append(_bearer(self._client_key))
-        headers.append((b"x-request-id", request_id.encode()))
-        if client := scope.get("client"):
-            headers.append((b"x-forwarded-for", client[0].encode("latin-1")))
-        return headers
-
     def _take_idle(self, url: str) -> EngineConnection | None:
         idle, oldest = self._idle.get(url, {}), asyncio.get_running_loop().time() - _IDLE_S
         while idle:
@@ -168,3 +156,14 @@ class Upstream:
             self._idle.pop(connection.url, None)
 
 
+def _headers(scope: Scope, request_id: str, client_key: str | None = None) -> list[tuple[bytes, bytes]]:
+    dropped = of_connection(scope["headers"]) | _NOT_PASSED
+    if client_key is not None:
+        dropped |= _KEYS
+    headers = [(name, value) for name, value in scope["headers"] if name not in dropped]
+    if client_key is not None:
+        headers.append(_bearer(client_key))
+    headers.append((b"x-request-id", request_id.encode()))
+    if client := scope.get("client"):
+        headers.append((b"x-forwarded-for", client[0].encode("latin-1")))
+    return headers
