@@ -1,6 +1,6 @@
 """A real Ray cluster of several nodes on this machine, in a process of its own. For tests.
 
-As a program, it runs the cluster: each line of its input is a command, and each line of its output tells the nodes.
+As a program, it runs the cluster: each line of its input is a command, and each line of its output has the nodes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -106,7 +105,8 @@ def tell(address: str, nodes: list[Any]) -> None:
     """Print the address, and the process ids of all nodes that run."""
     running = [node for node in nodes if node.any_processes_alive()]
     pids = [{kind: each[0].process.pid for kind, each in node.all_processes.items()} for node in running]
-    print(json.dumps({"address": address, "nodes": pids}), flush=True)
+    sys.stdout.write(json.dumps({"address": address, "nodes": pids}) + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

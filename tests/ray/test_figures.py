@@ -46,7 +46,7 @@ def test_standing_queue_counts_as_its_age():
     reader = LoadReader(None)
     waits = [reader.load({"a": figures(waiting=1)}, float(now)).queue_time_s for now in range(4)]
     assert waits == [0.0, 1.0, 2.0, 3.0]
-    assert reader.load({"a": figures(3.0, 1, waiting=1)}, 4.0).queue_time_s == 3.0  # one has left it
+    assert reader.load({"a": figures(3.0, 1, waiting=1)}, 4.0).queue_time_s == 3.0  # one has begun to run
     assert reader.load({"a": figures(3.0, 1, waiting=1)}, 5.0).queue_time_s == 1.0
     assert reader.load({"a": figures(3.0, 1)}, 6.0).queue_time_s == 0.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -77,5 +78,5 @@ def test_size_follows_a_curve_up_and_down_without_oscillation():
     assert sizes[:20] == [1] * 20
     assert max(sizes) == sizes[199] == 4
     assert sizes[-1] == 1
-    changes = [b - a for a, b in zip(sizes, sizes[1:], strict=False) if a != b]
+    changes = [b - a for a, b in itertools.pairwise(sizes) if a != b]
     assert changes == sorted(changes, key=lambda change: -math.copysign(1, change))

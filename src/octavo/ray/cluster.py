@@ -82,7 +82,7 @@ class RayCluster:
         return RayEngine(name, self.bundle, [*words, *self._more], self._environment)
 
     def request(self, num_engines: int) -> None:
-        """Tell Ray's autoscaler how many engines need room."""
+        """Request nodes for a number of engines from the autoscaler of Ray."""
         request_resources(bundles=[self.bundle] * num_engines)
 
     @staticmethod
@@ -158,7 +158,7 @@ class RayEngine:
             self._actor.signal.remote(number)
 
     def beat(self) -> None:
-        """Tell the actor that this process runs."""
+        """Prove to the actor that this process runs."""
         with contextlib.suppress(RayError):
             self._actor.beat.remote()
 
@@ -180,5 +180,5 @@ def _is_done(ref: Any) -> bool:
 
 
 def disconnect() -> None:
-    """Leave the cluster. A cluster that this process started ends."""
+    """Disconnect. A cluster that this process started ends."""
     ray.shutdown()

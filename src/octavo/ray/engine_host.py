@@ -10,15 +10,13 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
-from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 import ray
 
 from octavo import __version__
 from octavo.config import environment_of_engine
+from octavo.ray.fetch import fetch
 from octavo.router.launcher import free_ports
 
 if TYPE_CHECKING:
@@ -82,10 +80,8 @@ class EngineHost:
     def ready(self) -> bool:
         """Wait until the engine is ready, or has ended. Return True if it is ready."""
         while self._process is not None and self._process.poll() is None:
-            with contextlib.suppress(OSError):
-                with urllib.request.urlopen(f"{self._url}/ready", timeout=_EXIT_S) as answer:  # noqa: S310 - http
-                    if answer.status == HTTPStatus.OK:
-                        return True
+            if fetch(f"{self._url}/ready", None, _EXIT_S) is not None:
+                return True
             time.sleep(_LOOK_S)
         return False
 

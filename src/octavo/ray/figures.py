@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from octavo.ray.fetch import fetch
 from octavo.ray.scaling import Load
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def read_figures(text: bytes) -> Figures:
 class _Queue:
     """The queue of one engine.
 
-    since: When a request began to wait although none has left the queue since then, or None.
+    since: When a request began to wait although no request has begun to run since then, or None.
     """
 
     sum_s: float
@@ -54,7 +54,7 @@ class LoadReader:
 
     def read(self, urls: Sequence[str], now: float) -> Load | None:
         """Read the metrics of engines. Return None if an engine does not answer."""
-        texts = list(self._pool.map(self._fetch, urls))
+        texts = list(self._pool.map(lambda url: fetch(f"{url}/metrics", self.key, _TIMEOUT_S), urls))
         figures = {url: read_figures(text) for url, text in zip(urls, texts, strict=True) if text is not None}
         return self.load(figures, now) if figures and len(figures) == len(urls) else None
 
@@ -91,12 +91,3 @@ class LoadReader:
         queue.num_open = figures.get(_RUNNING, 0.0) + num_waiting
         standing_s = 0.0 if queue.since is None else now - queue.since
         return max(waited_s / num_left if num_left else 0.0, standing_s)
-
-    def _fetch(self, url: str) -> bytes | None:
-        headers = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
-        request = urllib.request.Request(f"{url}/metrics", headers=headers)  # noqa: S310 - an engine's address
-        try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310
-                return bytes(answer.read())
-        except OSError:
-            return None

@@ -135,7 +135,7 @@ class Fleet:
             member.engine.signal(signal.SIGTERM)
 
     def remove_ended(self) -> bool:
-        """Free the places of ended engines. Return True if no engine is left."""
+        """Free the places of ended engines. Return True if all engines have ended."""
         for member in list(self._members):
             member.engine.look()
             if member.engine.end is not None or member.engine.url is None:

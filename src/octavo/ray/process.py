@@ -66,11 +66,12 @@ class RayProcess(Launcher):
         try:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_placed or self._failure is not None, self._start_s)
-            if not self._is_placed:
-                raise ConfigError(self._failure or f"the Ray cluster has not answered within {self._start_s:g} s")
         except BaseException:
             self.__exit__()
             raise
+        if not self._is_placed:
+            self.__exit__()
+            raise ConfigError(self._failure or f"the Ray cluster has not answered within {self._start_s:g} s")
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 
 from octavo.errors import OctavoError
-from octavo.ray.process import RayProcess
 from octavo.ray.messages import Order, Settings
+from octavo.ray.process import RayProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

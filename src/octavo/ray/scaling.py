@@ -57,7 +57,11 @@ def choose_size(loads: Sequence[Load], size: int, since: float, limits: ScalingL
         factor = min(recent[-1].queue_time_s / wanted, _MAX_FACTOR)
         return min(max(math.ceil(size * factor), size + 1), limits.max_replicas)
     recent = [load for load in loads if load.at >= now - DOWN_AFTER_S]
-    if size > limits.min_replicas and now - loads[0].at >= DOWN_AFTER_S and all(_fits(each, size, wanted) for each in recent):
+    if (
+        size > limits.min_replicas
+        and now - loads[0].at >= DOWN_AFTER_S
+        and all(_fits(each, size, wanted) for each in recent)
+    ):
         return size - 1
     return size
 

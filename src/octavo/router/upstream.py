@@ -65,7 +65,9 @@ class Upstream:
         target = scope["raw_path"] + (b"?" + query if query else b"")
         first_byte_s = engine.ends_within_s if self._first_byte_s is None else self._first_byte_s
         limits = AnswerLimits(first_byte_s, self._idle_s, self._max_answer_bytes)
-        return await self._ask(engine.url, scope["method"], target, _headers(scope, request_id, self._client_key), body, limits)
+        return await self._ask(
+            engine.url, scope["method"], target, _headers(scope, request_id, self._client_key), body, limits
+        )
 
     async def get(self, engine: EngineHandle, path: str, key: str | None, timeout_s: float) -> tuple[int, bytes]:
         """Send the router's own GET. Raises `FAILURES`."""
