@@ -45,7 +45,6 @@ class Engine:
 class Cluster:
     """A fake cluster. engines: All that were ever started. requested: Sizes for the autoscaler."""
 
-
     def __init__(self):
         self.bundle = {"CPU": 2.0, "GPU": 1.0}
         self.engines, self.requested = [], []
