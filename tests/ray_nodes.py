@@ -19,10 +19,10 @@ from typing import Any
 import psutil
 import pytest
 
+_PACKAGE = importlib.util.find_spec("ray")  # without Ray, it is the folder of tests
+_IS_THERE = _PACKAGE is not None and _PACKAGE.origin is not None
 _IS_REQUIRED = os.environ.get("OCTAVO_REQUIRE_RAY", "0") not in {"", "0"}
-needs_ray = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None and not _IS_REQUIRED, reason="there is no Ray: octavo[ray]"
-)
+needs_ray = pytest.mark.skipif(not _IS_THERE and not _IS_REQUIRED, reason="there is no Ray: octavo[ray]")
 
 
 class RayNodes:

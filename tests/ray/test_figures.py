@@ -68,6 +68,15 @@ def test_load_has_longest_queue_time_and_sums():
     assert reader.num_open("b") == 0.0
 
 
+def test_missing_metrics_count_as_zero():
+    load = LoadReader(None).load({"a": {}, "b": figures(running=1)}, 5.0)
+    assert (load.at, load.queue_time_s, load.num_running, load.max_num_running) == (5.0, 0.0, 1.0, None)
+    reader = LoadReader(None)
+    reader.load({"a": {}}, 5.0)
+    assert reader.num_open("a") == 0.0
+    assert reader.load({"a": figures(2.0, 1)}, 6.0).queue_time_s == 2.0
+
+
 def test_limit_is_unknown_if_an_engine_does_not_tell_it():
     assert LoadReader(None).load({"a": figures(), "b": figures(limit=0)}, 0.0).max_num_running is None
 

@@ -67,7 +67,7 @@ class Drill:
     """A fleet and its clock."""
 
     def __init__(self, size=2, timeout_s=60.0):
-        self.now = 0.0
+        self.now = 1000.0
         self.cluster = Cluster()
         self.fleet = Fleet(self.cluster, ["old"], size, timeout_s, self.now)
         self.loads = {}
@@ -111,7 +111,7 @@ def test_engines_are_placed_then_ready():
     second.get_ready()
     drill.step(1)
     drill.step(1)
-    assert fleet.settled_at == 2.0
+    assert fleet.settled_at == 1002.0
 
 
 def test_engine_that_ends_is_restarted_after_growing_pauses(ready, caplog):
@@ -151,6 +151,21 @@ def test_three_failed_starts_without_ready_engine_are_a_failure():
         drill.step(4.0)
     assert drill.fleet.failure == "e2 could not be started: status 2"
     assert drill.cluster.running() == []
+
+
+def test_fleet_is_not_placed_while_an_engine_waits_for_its_restart(caplog):
+    caplog.set_level("INFO")
+    drill = Drill(2)
+    first, second = drill.cluster.engines
+    first.end = "status 1"
+    second.place()
+    drill.step()
+    assert not drill.fleet.is_placed
+    assert "another replica starts in 1 s" in caplog.text
+    drill.step(1.0)
+    drill.cluster.engines[2].place()
+    drill.step()
+    assert drill.fleet.is_placed
 
 
 def test_fatal_end_is_a_failure_at_once_if_no_engine_is_ready(ready):
@@ -194,6 +209,8 @@ def test_drained_engine_is_unlisted_first_and_stopped_later(ready, caplog):
     assert ready.fleet.urls == ("http://e0",)
     second = ready.cluster.engines[1]
     assert second.is_unlisted
+    assert "the number of replicas changes from 2 to 1" in caplog.text
+    assert "e1 (http://e1) is drained" in caplog.text
     ready.step(1.9)
     assert second.signals == []
     ready.step(0.1)
@@ -310,7 +327,7 @@ def test_stop_frees_all_places(ready):
     assert first.is_unlisted
     assert (first.signals, second.signals) == ([signal.SIGTERM], [signal.SIGTERM])
     assert not ready.fleet.remove_ended()
-    first.end = "it exited with status 0"
+    first.look = lambda: setattr(first, "end", "it exited with status 0")
     assert not ready.fleet.remove_ended()
     assert ready.names() == ["e1"]
     ready.fleet.remove_all()

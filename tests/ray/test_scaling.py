@@ -11,10 +11,11 @@ from octavo.ray.scaling import DOWN_AFTER_S, UP_AFTER_S, Load, ScalingLimits, ch
 
 LIMITS = ScalingLimits(min_replicas=1, max_replicas=4, target_queue_time_s=1.0)
 NUM_SEQS = 8.0
+AT = 1000.0
 
 
 def loads(queue_time_s, num_running, seconds, size=1):
-    return [Load(float(at), queue_time_s, num_running, NUM_SEQS * size) for at in range(seconds + 1)]
+    return [Load(AT + at, queue_time_s, num_running, NUM_SEQS * size) for at in range(seconds + 1)]
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,7 @@ def test_long_queue_time_adds_engines_in_proportion_up_to_twice(queue_time_s, si
 
 
 def test_one_short_queue_time_prevents_growth():
-    curve = [*loads(9.0, 8, 2), Load(3.0, 0.1, 8, NUM_SEQS), Load(4.0, 9.0, 8, NUM_SEQS)]
+    curve = [*loads(9.0, 8, 2), Load(AT + 3, 0.1, 8, NUM_SEQS), Load(AT + 4, 9.0, 8, NUM_SEQS)]
     assert choose_size(curve, 1, 0.0, LIMITS) == 1
 
 
@@ -36,9 +37,9 @@ def test_queue_time_counts_only_after_it_lasted(seconds, expected):
 
 
 def test_loads_before_the_last_change_do_not_count():
-    assert choose_size(loads(9.0, 8, 10), 1, 9.0, LIMITS) == 1
-    assert choose_size(loads(9.0, 8, 10), 1, 8.0, LIMITS) == 2
-    assert choose_size(loads(9.0, 8, 10), 1, 11.0, LIMITS) == 1
+    assert choose_size(loads(9.0, 8, 10), 1, AT + 9, LIMITS) == 1
+    assert choose_size(loads(9.0, 8, 10), 1, AT + 8, LIMITS) == 2
+    assert choose_size(loads(9.0, 8, 10), 1, AT + 11, LIMITS) == 1
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def test_engine_is_removed_only_after_a_long_calm():
     assert choose_size(loads(0.0, 0, int(DOWN_AFTER_S) - 1, 2), 2, 0.0, LIMITS) == 2
     curve = loads(0.0, 0, int(DOWN_AFTER_S), 2)
     assert choose_size(curve, 2, 0.0, LIMITS) == 1
-    curve[3] = Load(3.0, 0.6, 0, 2 * NUM_SEQS)
+    curve[3] = Load(AT + 3, 0.6, 0, 2 * NUM_SEQS)
     assert choose_size(curve, 2, 0.0, LIMITS) == 2
 
 

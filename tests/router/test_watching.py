@@ -391,3 +391,27 @@ def test_lost_engine_is_logged_only_if_previously_ready(caplog, error, was_ready
     EngineWatch(pool, MadeUpUpstream(), CONFIG, NO_LAUNCHER)._lost(engine, error)
     assert (f"{URL} is lost: {type(error).__name__}: {error}" in caplog.text) is logs
     assert (engine.is_ready, engine.models) == (False, None)
+
+
+def test_engines_of_launcher_come_and_go():
+    class ComingLauncher(Launcher):
+        found = ("http://a",)
+
+        async def urls(self):
+            return list(self.found)
+
+    async def work(_now):
+        pool, launcher = EnginePool(create_policy(CONFIG)), ComingLauncher()
+        watch = EngineWatch(pool, MadeUpUpstream(), CONFIG, launcher)
+        watch.start()
+        await asyncio.sleep(0.1)
+        assert list(pool.engines) == [URL, "http://a"]
+        launcher.found = ("http://b", "http://a")
+        await asyncio.sleep(CONFIG.health_interval_s)
+        assert list(pool.engines) == [URL, "http://a", "http://b"]
+        launcher.found = ()
+        await asyncio.sleep(CONFIG.health_interval_s)
+        assert list(pool.engines) == [URL]
+        await watch.stop()
+
+    run_virtually(work)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import time
 
 import pytest
@@ -16,6 +17,7 @@ NUM_KILLS = int(os.environ.get("OCTAVO_RAY_KILLS", "20"))
 NUM_CLIENTS = 4
 TERMINAL_S = 10.0
 ORPHAN_S = 20.0
+UNNOTICED_S = 5.0  # 1 s on an idle machine
 RECONNECT_S = "5"  # then Ray's processes end if the head is gone; 60 by default
 
 
@@ -80,6 +82,7 @@ def test_kill_under_load_ends_every_request_in_time_with_right_tokens(number, na
         killed_at = time.monotonic()
         victims = trouble(cluster)
         wait(lambda: not any(map(is_running, victims)), "all victims have ended", ORPHAN_S)
+        wait(lambda: not ready_without_listener(service), "the router sends nothing to them", UNNOTICED_S)
         gone_at = time.monotonic()
         wait(lambda: len(load.since(gone_at)) >= NUM_CLIENTS, "requests end again", TERMINAL_S)
         stopped_at = time.monotonic()
@@ -90,6 +93,19 @@ def test_kill_under_load_ends_every_request_in_time_with_right_tokens(number, na
     assert not any(outcome.is_wrong or outcome.is_double for outcome in outcomes)
     assert max(outcome.ended - max(outcome.begun, killed_at) for outcome in outcomes) < TERMINAL_S
     assert stopped_at - oldest < TERMINAL_S
+
+
+def ready_without_listener(service):
+    """Return the engines that the router uses although they refuse connections."""
+    found = []
+    for url, engine in service.engines().items():
+        if engine["ready"]:
+            host, _, port = url.removeprefix("http://").rpartition(":")
+            try:
+                socket.create_connection((host, int(port)), 1.0).close()
+            except OSError:
+                found.append(url)
+    return found
 
 
 def is_running(process):

@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 from ray_nodes import RayNodes, needs_ray
-from ray_service import SMALL, BackgroundLoad, engine_processes, known, octavo, wait
+from ray_service import DEADLINE_S, SMALL, BackgroundLoad, engine_processes, known, octavo, wait
 from serving_process import SUM, serve
 
 pytestmark = [needs_ray, pytest.mark.xdist_group("ray")]
@@ -28,7 +28,7 @@ def serve_words(cluster, *words):
     return ("serve", "--launcher", "ray", "--ray-address", cluster.address, *SMALL, *words)
 
 
-def refusal(*words, environment, seconds=120.0):
+def refusal(*words, environment, seconds=DEADLINE_S):
     """Run a command that cannot start. Return its error, and the seconds that it took."""
     start = time.monotonic()
     command = [sys.executable, "-m", "octavo", *words, "--port", "0"]
@@ -130,8 +130,9 @@ def test_wrong_token_of_the_cluster_is_one_error():
 
 @pytest.mark.slow
 def test_bad_option_of_engines_is_one_error(cluster):
-    error, _ = refusal(*serve_words(cluster, "--num-gpu-blocks-override", "1"), environment=cluster.environment)
-    assert "could not be started" in error
+    start = ("serve", "/no/such/model", *serve_words(cluster)[1:])
+    error, _ = refusal(*start, environment=cluster.environment)
+    assert error.startswith("error: the engines could not be started; see the log")
 
 
 @pytest.mark.slow

@@ -43,7 +43,9 @@ def connect(address: str | None) -> None:
             logging_level=logging.ERROR,
         )
     except (RuntimeError, ConnectionError, ValueError, RayError) as error:
-        raise ConfigError(f"cannot use the Ray cluster {address or 'of this machine'}: {_one_line(error)}") from error
+        hint = "; it may require another token (RAY_AUTH_TOKEN)" if isinstance(error, ConnectionError) else ""
+        where = address or "of this machine"
+        raise ConfigError(f"cannot use the Ray cluster {where}: {_one_line(error)}{hint}") from error
 
 
 def _check_reachable(address: str) -> None:

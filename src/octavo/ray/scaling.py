@@ -55,7 +55,7 @@ def choose_size(loads: Sequence[Load], size: int, since: float, limits: ScalingL
     recent = [load for load in loads if load.at >= now - UP_AFTER_S]
     if now - loads[0].at >= UP_AFTER_S and all(load.queue_time_s > wanted for load in recent):
         factor = min(recent[-1].queue_time_s / wanted, _MAX_FACTOR)
-        return min(max(math.ceil(size * factor), size + 1), limits.max_replicas)
+        return min(math.ceil(size * factor), limits.max_replicas)
     recent = [load for load in loads if load.at >= now - DOWN_AFTER_S]
     if (
         size > limits.min_replicas
