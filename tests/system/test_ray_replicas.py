@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import httpx
@@ -51,6 +54,16 @@ def ray_processes(folder):
                 and "octavo.cli.replica" not in words
             ):
                 found.append(words)
+    return found
+
+
+def processes_of(folder):
+    """Return all processes that have the folder in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.environ().get("RAY_TMPDIR") == folder and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
     return found
 
 
@@ -143,6 +156,20 @@ def test_killed_command_leaves_no_process(cluster):
         running.process.kill()
         wait(lambda: not engine_processes(folder=cluster.folder), "all engines have ended", 30)
         wait(lambda: not ray_processes(cluster.folder), "the driver has ended", 30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_own_cluster_ends_with_the_command(number):
+    folder = tempfile.mkdtemp(prefix="oct", dir="/tmp")
+    environment = {**os.environ, "RAY_TMPDIR": folder}
+    environment.pop("RAY_ADDRESS", None)
+    with octavo("serve", "--launcher", "ray", *SMALL, environment=environment) as running:
+        running.wait_ready(1)
+        assert answer(running.http)
+        running.process.send_signal(number)
+        wait(lambda: not processes_of(folder), "all processes have ended", 60)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "octavo"
 NAME_PREFIX = "octavo-engine-"
 _CONNECT_S = 5.0
+_OBJECT_STORE_BYTES = 128 << 20  # engines do not use it
 _NUM_CALLS = 8  # of an actor at a time
 
 
@@ -38,7 +39,7 @@ def connect(address: str | None) -> None:
         ray.init(
             address=address or "local",
             namespace=NAMESPACE,
-            include_dashboard=None if address else False,
+            **({} if address else {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}),
             log_to_driver=False,
             logging_level=logging.ERROR,
         )

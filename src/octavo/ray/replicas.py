@@ -52,10 +52,9 @@ class RayReplicas(RayProcess):
 
     def __enter__(self) -> Self:
         """Start the engines. Raises `ConfigError` if they do not find room in time."""
-        super().__enter__()
         if hasattr(signal, "SIGUSR1") and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGUSR1, self._on_signal)
-        return self
+        return super().__enter__()
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         threading.Thread(target=self.replace, name="octavo-replace", daemon=True).start()
