@@ -102,6 +102,9 @@ def test_keys_of_a_file_need_a_key_for_metrics(launched, tmp_path):
 def test_paths_for_nodes_are_absolute(launched, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "template.jinja").touch()
+    (tmp_path / "model").mkdir()
+    assert launched(*RAY, "model")[1]._first.words[0] == str(tmp_path / "model")
+    assert launched(*RAY, "owner/name")[1]._first.words[0] == "owner/name"
     _, launcher = launched(*RAY, "--chat-template", "template.jinja", "--served-model-name", "template.jinja")
     words = launcher._first.words
     assert words[words.index("--chat-template") + 1] == str(tmp_path / "template.jinja")

@@ -38,7 +38,7 @@ _NOT_PASSED = {
     *("replicas", "launcher", "ray_address", "ray_timeout", "min_replicas", "max_replicas", "target_queue_time"),
 }
 _NOT_PASSED_TO_NODES = _NOT_PASSED | {"shutdown_timeout"}
-_PATHS = {"model", "tokenizer", "chat_template"}
+_PATHS = {"model", "model_argument", "tokenizer", "chat_template"}
 _RAY_HEALTH_INTERVAL_S = 0.5
 
 
