@@ -157,7 +157,7 @@ def _words_again(context: typer.Context, config: ServerConfig) -> tuple[str, ...
         if hasattr(error, "format_message"):  # an error of usage
             raise ConfigError(error.format_message()) from None
         raise
-    return _words_for_nodes(again, config)  # type: ignore[arg-type] - typer shows it as its own class
+    return _words_for_nodes(again, config)  # type: ignore[arg-type]
 
 
 def _given(context: typer.Context, not_passed: set[str], *, are_paths_absolute: bool = False) -> list[str]:
