@@ -46,7 +46,7 @@ class Cluster:
     """A fake cluster. engines: All that were ever started. requested: Sizes for the autoscaler."""
 
     def __init__(self):
-        self.bundle = {"CPU": 2.0, "GPU": 1.0}
+        self.bundle = {"CPU": 2, "GPU": 1}
         self.engines, self.requested = [], []
 
     def start(self, words):

@@ -73,7 +73,7 @@ class RayCluster:
             uses_gpu = any(resources.get("GPU") for resources in nodes)
         cpus = sorted((int(resources.get("CPU", 0)) for resources in nodes), reverse=True)
         num_threads = settings.num_threads or threads_each(cpus, settings.max_replicas)
-        self.bundle = {"CPU": float(max(num_threads, settings.num_ranks))} | ({"GPU": 1.0} if uses_gpu else {})
+        self.bundle = {"CPU": max(num_threads, settings.num_ranks)} | ({"GPU": 1} if uses_gpu else {})
         self._more = ["--num-threads", str(num_threads)]
         self._environment = settings.environment
         self._launcher = secrets.token_hex(4)
@@ -114,9 +114,7 @@ class RayEngine:
     run in this cluster.
     """
 
-    def __init__(
-        self, name: str, bundle: dict[str, float], words: Sequence[str], environment: Mapping[str, str]
-    ) -> None:
+    def __init__(self, name: str, bundle: dict[str, int], words: Sequence[str], environment: Mapping[str, str]) -> None:
         self.name = name
         self.url: str | None = None
         self.is_ready = self.is_fatal = False
@@ -127,7 +125,7 @@ class RayEngine:
             .options(
                 name=name,
                 num_cpus=bundle["CPU"],
-                num_gpus=bundle.get("GPU", 0.0),
+                num_gpus=bundle.get("GPU", 0),
                 max_concurrency=_NUM_CALLS,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, 0),
             )

@@ -36,7 +36,7 @@ class Engine(Protocol):
 class Cluster(Protocol):
     """Starts engines."""
 
-    bundle: dict[str, float]
+    bundle: dict[str, int]
 
     def start(self, words: Sequence[str]) -> Engine: ...  # noqa: D102
     def request(self, num_engines: int) -> None: ...  # noqa: D102
@@ -245,7 +245,7 @@ class Fleet:
                 member.begun_at = now
 
     def _needs(self) -> str:
-        return " and ".join(f"{number:g} {kind}s" for kind, number in self._cluster.bundle.items())
+        return " and ".join(f"{number} {kind}s" for kind, number in self._cluster.bundle.items())
 
 
 def _name(member: _Member) -> str:
