@@ -46,6 +46,7 @@ MODELS = {
         {"layer_types": ["mamba", "attention", "mamba"], "num_hidden_layers": 3},
     ),
     "nemotron-h": ("NemotronHForCausalLM", {"hybrid_override_pattern": "M-ME*E-M", "num_hidden_layers": 8}),
+    "nemotron-3-latents": ("NemotronHForCausalLM", {"moe_latent_size": 40}),
 }
 CHOSEN = {
     "crowd",
