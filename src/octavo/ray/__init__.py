@@ -1,0 +1,1 @@
+"""octavo on Ray. Needs the package `ray`."""
