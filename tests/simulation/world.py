@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from cache_mirror import CacheMirror
+
 from octavo.config import CacheConfig, SchedulerConfig
 from octavo.core import invariants
 from octavo.core.kv.block_hash import hash_block_tokens
@@ -403,6 +405,7 @@ class World:
         self.admitted: set[str] = set()
         self.had_seat = False
         self.blocked: tuple[str, WaitReason] | None = None
+        self.mirror = CacheMirror()
         self.scheduler = self._make_scheduler()
         self.last: tuple[SchedulerOutput, ModelOutput] | None = None
         self._watch_releases()
@@ -451,6 +454,7 @@ class World:
             clock=lambda: self.now,
             sink=self,
             connector=self.store,
+            cache_listener=self.mirror,
         )
         if c.hash_bits is not None:  # colliding hashes must not matter (CVE-2025-25183)
             chains, mask = scheduler.kv_cache_manager.prefix_cache.chains, (1 << c.hash_bits) - 1
@@ -1274,6 +1278,8 @@ class World:
         breaches = invariants.check(self.scheduler)
         if breaches:
             raise SimulationError("; ".join(f"invariant {each.invariant}: {each.message}" for each in breaches))
+        if mistakes := self.mirror.mistakes(self.scheduler.kv_cache_manager):
+            raise SimulationError("; ".join(mistakes))
 
     def _count(self, fault: str) -> None:
         self.totals.faults[fault] += 1

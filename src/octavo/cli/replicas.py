@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # Options that the router uses, or that differ between replicas.
 _NOT_PASSED = {
     *("config", "host", "port", "replicas", "insecure", "audit_log", "api_key", "debug", "help", "num_threads"),
+    "kv_events_config",
     *("ssl_certfile", "ssl_keyfile", "allowed_host", "allowed_origin", "forwarded_allow_ips"),
 }
 
@@ -52,7 +53,10 @@ def serve_replicas(
     given = _given(context)
     shared = ["--host", "127.0.0.1", "--num-threads", str(num_threads), "--log-format", listen.log_format]
     serve = [sys.executable, "-m", "octavo.cli.replica", "serve"]
-    commands = {f"http://127.0.0.1:{port}": [*serve, *given, *shared, "--port", str(port)] for port in ports}
+    commands = {
+        f"http://127.0.0.1:{port}": [*serve, *given, *shared, *events, "--port", str(port)]
+        for port, events in zip(ports, _kv_events(context, num_replicas), strict=True)
+    }
     access_fields = {each.name: getattr(config, each.name) for each in fields(AccessConfig)}
     access_fields |= {
         "max_open_requests": None,
@@ -63,6 +67,13 @@ def serve_replicas(
     router = RouterConfig(**access_fields, engines=tuple(commands), engine_api_key=operator_key or config.api_key)
     say(f"{num_replicas} replicas with {num_threads} threads each at {', '.join(commands)}")
     run_router(router, listen, say, LocalReplicas(commands, environment_of_replicas(config.api_key, operator_key)))
+
+
+def _kv_events(context: typer.Context, num_replicas: int) -> list[list[str]]:
+    config = context.params.get("kv_events_config")
+    if config is None:
+        return [[]] * num_replicas
+    return [["--kv-events-config", _written(each)] for each in config.of_replicas(num_replicas)]
 
 
 def _given(context: typer.Context) -> list[str]:

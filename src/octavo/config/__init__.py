@@ -39,6 +39,7 @@ from octavo.config.environment import (
     threads_from_environment,
 )
 from octavo.config.fields import QUANTIZATIONS, WEIGHT_BITS, Option, options_of
+from octavo.config.kv_events import KVEventsConfig
 from octavo.config.kv_transfer import KVTransferConfig
 from octavo.config.router import ROUTING_POLICIES, RouterConfig
 from octavo.config.server import ServerConfig
@@ -70,6 +71,7 @@ __all__ = [
     "CacheConfig",
     "DeviceConfig",
     "EngineConfig",
+    "KVEventsConfig",
     "KVTransferConfig",
     "ModelConfig",
     "ModelInfo",

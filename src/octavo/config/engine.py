@@ -9,6 +9,7 @@ from pathlib import Path  # noqa: TC003 - read at run time
 from typing import TYPE_CHECKING, Any
 
 from octavo.config.fields import QUANTIZATIONS, at_least, check_choices, choice, not_negative, option, within
+from octavo.config.kv_events import KVEventsConfig
 from octavo.config.kv_transfer import KVTransferConfig
 from octavo.config.speculative import SpeculativeConfig
 from octavo.config.step_defaults import CPU_DEFAULTS, GPU_DEFAULTS, STEP_DEFAULTS
@@ -521,6 +522,7 @@ class EngineConfig:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     kv_transfer: KVTransferConfig = field(default_factory=KVTransferConfig)
+    kv_events: KVEventsConfig = field(default_factory=KVEventsConfig)
     record: Path | None = option(
         None,
         "Write every decision of the scheduler to FILE, without text, for octavo replay, explain and trace. "
@@ -533,6 +535,8 @@ class EngineConfig:
             raise ConfigError(
                 "kv_disk_dir, kv_mooncake and kv_direct need enable_prefix_caching: turn it on, or set none of them"
             )
+        if self.kv_events.is_active and not self.cache.enable_prefix_caching:
+            raise ConfigError("kv_events_config publishes the prefix cache, so it needs enable_prefix_caching")
         if self.scheduler.async_scheduling and self.speculative.is_requested:
             raise ConfigError(
                 "async_scheduling does not work with drafts, because they need the tokens of the previous step: turn "

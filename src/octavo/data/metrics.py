@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from octavo.data import events
 from octavo.data.draft_stats import DraftStats
 from octavo.data.expert_stats import ExpertStats, ExpertTokens
+from octavo.data.kv_event_figures import KVEventFigures  # noqa: TC001 - msgspec reads this type
 from octavo.data.kv_store_figures import KVStoreFigures  # noqa: TC001 - msgspec reads this type
 from octavo.data.kv_tier_figures import KVTierCounter, KVTierFigures
 from octavo.data.kv_tiers import DEVICE, HOST
@@ -121,6 +122,7 @@ class EngineStats:
     kv_dropped_save_blocks: int = 0  # blocks that a store wanted, but that were not saved
     tiers: dict[str, KVTierFigures] = field(default_factory=lambda: {DEVICE: KVTierFigures(), HOST: KVTierFigures()})
     kv_stores: dict[str, KVStoreFigures] = field(default_factory=dict)
+    kv_events: KVEventFigures | None = None  # None if no events are published
     iteration_tokens: Histogram = field(default_factory=partial(Histogram, _STEP_TOKEN_BOUNDS))
     time_to_first_token: Histogram = field(default_factory=partial(Histogram, _TTFT_BOUNDS))
     inter_token_latency: Histogram = field(default_factory=partial(Histogram, _ITL_BOUNDS))

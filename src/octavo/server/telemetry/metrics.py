@@ -134,6 +134,11 @@ _TIER_COUNTERS = (
     ),
     ("computing_seconds", "kv_tier_computing_seconds", "Estimated seconds to compute the tokens of these loads."),
 )
+_KV_EVENT_COUNTERS = (
+    ("num_events", "kv_events", "Published events of the prefix cache."),
+    ("num_batches", "kv_event_batches", "Published batches of these events, one for each step with events."),
+    ("num_dropped_batches", "kv_event_batches_dropped", "Batches that were dropped because too many waited."),
+)
 _HISTOGRAMS = (
     ("iteration_tokens", "iteration_tokens_total", "Tokens in a step."),
     ("time_to_first_token", "time_to_first_token_seconds", "Seconds from arrival to the first token."),
@@ -172,6 +177,8 @@ class EngineCollector(Collector):
         if stats.expert_tokens is not None:
             yield from _experts(stats.experts, model)
         yield from _stores(stats, model)
+        for attribute, name, text in () if stats.kv_events is None else _KV_EVENT_COUNTERS:
+            yield counter(name, text, _MODEL, [(model, getattr(stats.kv_events, attribute))])
         for attribute, name, text in _HISTOGRAMS:
             yield _histogram(name, text, model, getattr(stats, attribute))
         endings = [([*model, reason], count) for reason, count in list(stats.request_success.items())]
