@@ -36,6 +36,8 @@ def environment_of(name: str) -> Path:
 class Front:
     """A peer that answers at an address, and the processes of its two engines."""
 
+    name = ""
+
     def __init__(self, stage: Stage, url: str, served: Callable[[], list[psutil.Process]]) -> None:
         self.stage = stage
         self.http = httpx.Client(base_url=url, timeout=120, trust_env=False, limits=httpx.Limits(max_connections=None))
@@ -86,6 +88,7 @@ def started(name: str) -> Iterator[Front]:
     folder = environment_of(name)
     with Stage() as stage:
         front = _STARTS[name](stage, folder)
+        front.name = name
         try:
             wait_for(lambda: len(front.servers()) == 2 and front.is_answering(), front)
             yield front
@@ -129,7 +132,7 @@ def _start_dynamo(stage: Stage, folder: Path) -> Front:
 def _start_ray_serve(stage: Stage, folder: Path) -> Front:
     port = free_port()
     script = str(Path(__file__).with_name("ray_serve_app.py"))
-    variables = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_DEDUP_LOGS": "0"}
+    variables = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_raylet_start_wait_time_s": "150"}
     stage.run(str(folder / "python"), script, str(port), stage.folder, **variables)
 
     def replicas() -> list[psutil.Process]:

@@ -88,6 +88,21 @@ def test_load_reaches_both_engines(front):
     assert min(used) > 0.05
 
 
+def test_router_sends_prompts_to_the_engine_that_has_their_prefix(front):
+    """smg remembers where it has sent a prefix. Dynamo learns from the engines' KV events what they have."""
+    if front.name == "ray_serve":
+        pytest.skip("nothing is promised for prefixes")
+    cached = []
+    for _ in range(2):
+        for number in range(13):  # an odd number, so that turns would miss
+            prompt = f"{number} {number} " + f"the {number} cats and the dogs " * 30
+            answer = front.http.post("/v1/completions", json=body(prompt, max_tokens=1)).json()
+            cached.append((answer["usage"]["prompt_tokens_details"]["cached_tokens"], answer["usage"]["prompt_tokens"]))
+    hits = [num_cached / num_tokens for num_cached, num_tokens in cached]
+    assert max(hits[:13]) < 0.2
+    assert sum(hits[13:]) / 13 >= 0.9, hits[13:]
+
+
 def test_disconnect_ends_request(front):
     def cpu_of(*, leaves: bool) -> float:
         before = front.cpu_seconds()

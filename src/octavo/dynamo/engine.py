@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import tempfile
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration, WorkerConfig
 from dynamo.common.backend.health_check import build_health_check_payload
+from dynamo.common.backend.publisher import ZmqSource
 from dynamo.common.utils.token_ids import token_ids_to_list
 from dynamo.llm import ModelInput
 from dynamo.llm.exceptions import DynamoException, EngineShutdown, InvalidArgument, Unknown, WorkerUnavailable
 
+from octavo.config import KVEventsConfig
 from octavo.dynamo.options import read_options
 from octavo.dynamo.requests import Chunks, sampling_params
 from octavo.engine.async_llm import AsyncEngine
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
 
     from dynamo._core import Context
 
+    from octavo.config import EngineConfig as Config
     from octavo.dynamo.options import WorkerOptions
 
 _ERRORS: tuple[tuple[type[OctavoError], type[DynamoException]], ...] = (
@@ -37,6 +42,7 @@ class OctavoEngine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types
 
     def __init__(self, options: WorkerOptions) -> None:
         self._options = options
+        self._config, self._events_folder = _with_events(options)
         self._llm: AsyncEngine | None = None
 
     @classmethod
@@ -52,7 +58,7 @@ class OctavoEngine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types
 
     async def start(self, worker_id: int) -> EngineConfig:  # noqa: ARG002 - Dynamo's signature
         """Load the model. Return its limits. Raises `ConfigError` and `ModelError`."""
-        config = self._options.engine
+        config = self._config
         engine = await asyncio.to_thread(launch_engine, config)
         self._llm = AsyncEngine(engine)
         capacity = engine.capacity
@@ -89,9 +95,15 @@ class OctavoEngine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types
             raise kind(str(error)) from error
 
     async def abort(self, context: Context) -> None:
-        """End a request whose client has gone. Does nothing if the id is unknown."""
+        """End a request after its client has disconnected. Does nothing if the id is unknown."""
         if self._llm is not None:
             await self._llm.abort([context.id()])
+
+    async def kv_event_sources(self) -> list[ZmqSource]:
+        """Return where the engine publishes its KV events, from which Dynamo's router learns what is cached."""
+        events = self._config.kv_events
+        endpoint = events.endpoint.replace("*", "127.0.0.1")
+        return [ZmqSource(endpoint, events.topic, dp_rank=0)] if events.is_active else []
 
     async def health_check_payload(self) -> dict[str, Any]:
         """Return a request for one token, which Dynamo sends to an idle worker."""
@@ -104,8 +116,20 @@ class OctavoEngine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types
         llm, self._llm = self._llm, None
         if llm is not None:
             await asyncio.to_thread(llm.shutdown)
+        if self._events_folder is not None:
+            self._events_folder.cleanup()
 
     def _running(self) -> AsyncEngine:
         if self._llm is None:
             raise EngineShutdown("the engine has not started, or has ended")
         return self._llm
+
+
+def _with_events(options: WorkerOptions) -> tuple[Config, tempfile.TemporaryDirectory[str] | None]:
+    """Return a configuration that publishes KV events, by default in a new folder."""
+    config = options.engine
+    if config.kv_events.is_active or not config.cache.enable_prefix_caching:
+        return config, None
+    folder = tempfile.TemporaryDirectory(prefix="octavo-dynamo-")
+    events = KVEventsConfig(enable_kv_cache_events=True, endpoint=f"ipc://{folder.name}/kv-events")
+    return replace(config, kv_events=events), folder

@@ -12,6 +12,7 @@ from octavo.config import (
     CacheConfig,
     DeviceConfig,
     EngineConfig,
+    KVEventsConfig,
     KVTransferConfig,
     ModelConfig,
     SchedulerConfig,
@@ -24,7 +25,7 @@ from octavo.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping
 
-# The ingress of Ray listens, and checks who may connect.
+# Options of listening, which the ingress of Ray does, and of access.
 _OF_LISTENING = {each.name for each in fields(AccessConfig)} - {"api_keys_file", "max_body_bytes"} | {"dashboard"}
 
 
@@ -44,6 +45,7 @@ def read_arguments(arguments: Mapping[str, Any], *, model: str | None, name: str
         device=DeviceConfig(**_taken(rest, DeviceConfig)),
         speculative=_speculative(rest.pop("speculative_config", None), _taken(rest, SpeculativeConfig)),
         kv_transfer=KVTransferConfig.parse(rest.pop("kv_transfer_config", None), **_taken(rest, KVTransferConfig)),
+        kv_events=KVEventsConfig.parse(rest.pop("kv_events_config", None)),
         **_taken(rest, EngineConfig),
     )
     server = ServerConfig(served_model_names=(name,), **_taken(rest, ServerConfig, without=_OF_LISTENING))
