@@ -80,12 +80,13 @@ class Histogram:
 class EngineStats:
     """Figures of one engine. Times are in seconds. A request is one output stream.
 
-    The first six figures and the contents of `kv_stores` are current values. All other figures are totals since the
+    The first seven figures and the contents of `kv_stores` are current values. All other figures are totals since the
     start.
     """
 
     num_requests_running: int = 0
     num_requests_waiting: int = 0
+    num_waiting_tokens: int = 0  # prompt tokens of waiting requests, including cached tokens
     kv_cache_usage: float = 0.0
     bounded_usage: float = 0.0
     prefill_limit: int = 0
@@ -179,6 +180,7 @@ class EngineMetrics:
                 self._settle()  # an ended request may have the same id
                 self._lives[event.request_id] = _Life(event.arrival_time, event.num_prompt_tokens, event.tenant)
                 stats.num_requests_waiting += 1
+                stats.num_waiting_tokens += event.num_prompt_tokens
             case events.RequestAdmitted():
                 self._admit(self._lives[event.request_id], event)
             case events.RequestPreempted():
@@ -186,8 +188,10 @@ class EngineMetrics:
                 stats.num_preemptions += 1
                 stats.recomputed_tokens += 0 if event.swapped else event.num_lost_tokens
             case events.RequestFinished():
-                self._move(self._lives[event.request_id], runs=False)
+                life = self._lives[event.request_id]
+                self._move(life, runs=False)
                 stats.num_requests_waiting -= 1
+                stats.num_waiting_tokens -= life.num_prompt_tokens
                 self._ended.append((event.request_id, event))
                 if not self._num_open_steps:
                     self._settle()
@@ -242,6 +246,7 @@ class EngineMetrics:
             step = 1 if runs else -1
             self.stats.num_requests_running += step
             self.stats.num_requests_waiting -= step
+            self.stats.num_waiting_tokens -= step * life.num_prompt_tokens
 
     def _admit(self, life: _Life, event: events.RequestAdmitted) -> None:
         self._move(life, runs=True)

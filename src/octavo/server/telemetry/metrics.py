@@ -1,4 +1,4 @@
-"""Metrics for Prometheus. A metric that vLLM also has uses vLLM's name."""
+"""Metrics for Prometheus. A metric that vLLM also has uses vLLM's name, with the prefix of octavo."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from prometheus_client.core import HistogramMetricFamily, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
 from octavo.http.metrics import counter, gauge
+from octavo.server.telemetry.vllm_names import VllmNames
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -27,6 +28,7 @@ _MODEL = ["model_name"]
 _GAUGES = (
     ("num_requests_running", "num_requests_running", "Requests that are running."),
     ("num_requests_waiting", "num_requests_waiting", "Requests that are waiting in the queue."),
+    ("num_waiting_tokens", "num_waiting_tokens", "Prompt tokens of the waiting requests, cached ones included."),
     ("kv_cache_usage", "kv_cache_usage_perc", "Used share of the KV cache's blocks, from 0 to 1."),
     (
         "bounded_usage",
@@ -196,6 +198,12 @@ class EngineCollector(Collector):
         yield counter(
             "rank_failures", "Failures of ranks, after which the engine restarts.", [*_MODEL, "rank"], failures
         )
+
+
+def engine_collector(service: Service, prefix: str) -> Collector:
+    """Make the collector of an engine's metrics. prefix: of `ServerConfig.metrics_prefix`."""
+    collector = EngineCollector(service)
+    return collector if prefix == "octavo" else VllmNames(collector, keeps_all=prefix == "both")
 
 
 def _capacity(capacity: EngineCapacity, model: list[str]) -> Iterator[Metric]:
