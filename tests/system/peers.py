@@ -132,7 +132,7 @@ def _start_dynamo(stage: Stage, folder: Path) -> Front:
 def _start_ray_serve(stage: Stage, folder: Path) -> Front:
     port = free_port()
     script = str(Path(__file__).with_name("ray_serve_app.py"))
-    variables = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_raylet_start_wait_time_s": "150"}
+    variables = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
     stage.run(str(folder / "python"), script, str(port), stage.folder, **variables)
 
     def replicas() -> list[psutil.Process]:

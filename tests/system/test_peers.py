@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
 import threading
 
 import httpx
 import pytest
-from peers import SMALL, body, started, wait_for
+from peers import SMALL, body, environment_of, started, wait_for
 from serving_process import SUM, serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]
@@ -101,6 +102,24 @@ def test_router_sends_prompts_to_the_engine_that_has_their_prefix(front):
     hits = [num_cached / num_tokens for num_cached, num_tokens in cached]
     assert max(hits[:13]) < 0.2
     assert sum(hits[13:]) / 13 >= 0.9, hits[13:]
+
+
+def test_smg_reads_loads_of_engines(front):
+    if front.name != "smg":
+        pytest.skip("nothing is promised for loads")
+    loads = front.http.get("/get_loads").json()
+    assert len(loads["loads"]) == 2, loads
+
+
+@pytest.mark.parametrize(
+    ("words", "message"), [(["--block-size", "0"], "block_size must be"), (["--max-num-seqs", "x"], "--max-num-seqs")]
+)
+def test_dynamo_worker_explains_invalid_option(words, message):
+    python = environment_of("dynamo") / "python"
+    done = subprocess.run([python, "-m", "octavo.dynamo", *words], capture_output=True, text=True, check=False)
+    assert done.returncode in (1, 2)
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_disconnect_ends_request(front):
