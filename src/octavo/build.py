@@ -54,7 +54,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from octavo.config import DeviceConfig, KVEventsConfig, KVTransferConfig, ResolvedSchedulerConfig, SpeculativeConfig
+    from octavo.config import (
+        CacheConfig,
+        DeviceConfig,
+        KVEventsConfig,
+        KVTransferConfig,
+        ResolvedSchedulerConfig,
+        SpeculativeConfig,
+    )
     from octavo.core.kv_connector import KVConnector
     from octavo.data.events import EventSink
     from octavo.data.fingerprint import EngineFingerprint
@@ -124,9 +131,7 @@ def build_core(
     identity = find_identity(model_config, served) if has_store else None
     draft = find_draft_checkpoint(speculative_config, model_config, served)
     with contextlib.ExitStack() as failing:
-        kv_events = _open_kv_events(config.kv_events)
-        if kv_events is not None:
-            failing.callback(kv_events.close)
+        kv_events = _open_kv_events(config.kv_events, failing)
         leader = _start_ranks(config, served, dtype, draft, has_store=has_store)
         if leader is not None:
             failing.push(leader.end_start)
@@ -154,27 +159,41 @@ def build_core(
         store = create_store(config.kv_transfer, info.stored_block_bytes, kv_store, direct, part_bytes)
         executor = _make_executor(config, info, worker, store)
         connector, recorded = _connect(config, store, executor, direct, info)
-        clock, metrics, recent = (
-            RecordedClock(time.monotonic),
-            EngineMetrics(_stats(store, worker, kv_events)),
-            RecentEvents(),
-        )
-        scheduler = Scheduler(
-            scheduler_config,
-            config.cache,
-            num_blocks=info.num_blocks,
-            max_model_len=served.max_model_len,
-            clock=clock,
-            sink=FanOut([metrics, recent, sink or NullSink()]),
-            num_host_blocks=info.num_host_blocks,
-            bounded_groups=info.bounded_groups,
-            cache_keys=keys,
-            connector=connector,
-            cache_listener=kv_events or NO_LISTENER,
+        clock, recent = RecordedClock(time.monotonic), RecentEvents()
+        metrics = EngineMetrics(_stats(store, worker, kv_events))
+        sinks = FanOut([metrics, recent, sink or NullSink()])
+        scheduler = _make_scheduler(
+            scheduler_config, config.cache, served, info, keys, clock, sinks, connector, kv_events
         )
         journaled = _recorded(scheduler, clock, config.record, recorded, fingerprint)
         failing.pop_all()
         return EngineCore(journaled, executor, metrics, recent, capacity, kv_events)
+
+
+def _make_scheduler(
+    scheduler_config: ResolvedSchedulerConfig,
+    cache_config: CacheConfig,
+    served: ServedModel,
+    info: WorkerInfo,
+    keys: tuple[str, ...],
+    clock: RecordedClock,
+    sink: EventSink,
+    connector: KVConnector | None,
+    kv_events: KVEventLog | None,
+) -> Scheduler:
+    return Scheduler(
+        scheduler_config,
+        cache_config,
+        num_blocks=info.num_blocks,
+        max_model_len=served.max_model_len,
+        clock=clock,
+        sink=sink,
+        num_host_blocks=info.num_host_blocks,
+        bounded_groups=info.bounded_groups,
+        cache_keys=keys,
+        connector=connector,
+        cache_listener=kv_events or NO_LISTENER,
+    )
 
 
 def _make_worker(
@@ -261,14 +280,16 @@ def _make_executor(config: EngineConfig, info: WorkerInfo, worker: Worker, store
     return LocalExecutor(worker, store, num_threads=num_load_threads(config.kv_transfer), mode=mode)
 
 
-def _open_kv_events(config: KVEventsConfig) -> KVEventLog | None:
+def _open_kv_events(config: KVEventsConfig, failing: contextlib.ExitStack) -> KVEventLog | None:
     if not config.is_active:
         return None
     try:
         from octavo.kv_events import KVEventLog, KVEventPublisher  # noqa: PLC0415 - needs octavo[server]
     except ImportError as error:
         raise ConfigError(f"kv_events_config needs the package {error.name}: pip install 'octavo[server]'") from None
-    return KVEventLog(KVEventPublisher(config, KVEventFigures()))
+    log = KVEventLog(KVEventPublisher(config, KVEventFigures()))
+    failing.callback(log.close)
+    return log
 
 
 def _stats(store: TieredStore | None, worker: Worker, kv_events: KVEventLog | None) -> EngineStats:

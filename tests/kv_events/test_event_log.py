@@ -68,6 +68,14 @@ def test_consecutive_blocks_are_one_event(batches, log):
     assert batches.take() == [[stored([SHORT_A, SHORT_B], None, [1, 2, 3, 4]), stored([SHORT_C], SHORT_A, [5, 6])]]
 
 
+def test_block_extends_the_last_event_only(batches, log):
+    log.block_stored(A, None, (1, 2), None)
+    log.block_stored(B, None, (3, 4), None)
+    log.block_stored(C, B, (5, 6), None)
+    log.end_step()
+    assert batches.take() == [[stored([SHORT_A], None, [1, 2]), stored([SHORT_B, SHORT_C], None, [3, 4, 5, 6])]]
+
+
 def test_salt_is_the_extra_key_of_the_first_block(batches, log):
     log.block_stored(A, None, (1, 2), "mine")
     log.block_stored(B, A, (3, 4), None)
@@ -118,6 +126,7 @@ def test_consecutive_removals_are_one_event(batches, log):
     log.block_removed(A)
     log.end_step()
     assert batches.take() == [[BlockRemoved([SHORT_B, SHORT_A], "GPU", 0)]]
+    assert log._origins.keys() == {C}
 
 
 def test_clearing_is_published_at_once_and_replaces_the_events_of_the_step(batches, log):
@@ -132,6 +141,7 @@ def test_close_publishes_the_last_step(batches, log):
     log.block_stored(A, None, (1, 2), None)
     log.close()
     assert batches.is_closed
+    assert log.figures is batches.figures
     assert len(batches.take()) == 1
 
 

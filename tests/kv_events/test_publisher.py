@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 
 import pytest
@@ -203,23 +204,38 @@ def test_used_port_is_an_error(open_publisher, name):
             open_publisher(**{name: f"tcp://*:{port}"})
 
 
-def test_bound_port_is_logged_as_open_to_everybody(open_publisher, caplog):
+def test_bound_port_is_logged_as_open_to_any_client(open_publisher, caplog):
     with zmq.Context() as context, context.socket(zmq.PUB) as other:
         port = other.bind_to_random_port("tcp://*")
     with caplog.at_level(logging.WARNING, logger="octavo.kv_events.publisher"):
         open_publisher(endpoint=f"tcp://*:{port}")
     (warning,) = [record.message for record in caplog.records]
     assert warning == (
-        f"KV events: tcp://*:{port} is open to everybody who reaches it, without authentication, and shows the token "
-        "ids of all prompts"
+        f"KV events: any client that can reach tcp://*:{port} can read the token ids of all prompts; use it in private "
+        "networks only"
     )
 
 
-def test_endpoint_with_a_host_is_the_address_of_a_subscriber(open_publisher):
+def test_endpoint_with_a_host_is_the_address_of_a_subscriber(open_publisher, caplog):
     with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
         subscriber.subscribe("")
         port = subscriber.bind_to_random_port("tcp://127.0.0.1")
         publisher, _ = open_publisher(endpoint=f"tcp://127.0.0.1:{port}")
+        while not subscriber.poll(20):
+            publisher.publish(events_of(5))
+        assert number_of(decode(subscriber.recv_multipart()[2])) == 5
+    assert caplog.records == []  # no port is open
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no socket of both families")
+def test_endpoint_of_all_ipv6_addresses_is_bound(open_publisher):
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
+        port = taken.getsockname()[1]
+    publisher, _ = open_publisher(endpoint=f"tcp://[::]:{port}")
+    with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
+        subscriber.ipv6 = True
+        subscriber.subscribe("")
+        subscriber.connect(f"tcp://[::1]:{port}")
         while not subscriber.poll(20):
             publisher.publish(events_of(5))
         assert number_of(decode(subscriber.recv_multipart()[2])) == 5

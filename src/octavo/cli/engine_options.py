@@ -110,8 +110,9 @@ class EngineOptions:
             parser=parse_kv_events,
             rich_help_panel=_PANELS[CacheConfig],
             help="Publish changes of the prefix cache over ZMQ, for routers, as vLLM's JSON object: "
-            "enable_kv_cache_events, endpoint, replay_endpoint and others (docs/production.md). Everybody who reaches "
-            "the endpoint can read the token ids of prompts. Default: none.",
+            "enable_kv_cache_events, endpoint, replay_endpoint, topic, buffer_steps, hwm, max_queue_size. Use it in "
+            "private networks only: any client that can reach the endpoint can read the token ids of prompts. "
+            "Default: no events.",
             show_default=False,
         ),
     ] = None

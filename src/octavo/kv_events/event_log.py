@@ -29,7 +29,7 @@ class KVEventLog(CacheListener):
     def __init__(self, publisher: KVEventPublisher) -> None:
         self.figures = publisher.figures
         self._publisher = publisher
-        self._events: list[Event] = []
+        self._events: list[Event]
         self._origins: dict[BlockHash, tuple[int | None, str | None]] = {}  # parent and salt of blocks on the device
         self.cleared()
 
@@ -79,6 +79,6 @@ class KVEventLog(CacheListener):
             self._events.append(BlockRemoved([name], medium, 0))
 
     def cleared(self) -> None:
-        """See `CacheListener`. Publishes at once, because no step may follow."""
+        """See `CacheListener`. Publishes immediately, because no step may follow."""
         self._events = [AllBlocksCleared()]
         self.end_step()

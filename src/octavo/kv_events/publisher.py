@@ -142,7 +142,7 @@ def _attach(socket: zmq.Socket[bytes], name: str, endpoint: str, *, binds: bool)
         ) from None
     if binds and endpoint.startswith("tcp:"):
         logger.warning(
-            "KV events: %s is open to everybody who reaches it, without authentication, and shows the token ids of "
-            "all prompts",
+            "KV events: any client that can reach %s can read the token ids of all prompts; use it in private networks "
+            "only",
             endpoint,
         )
