@@ -149,29 +149,16 @@ def constrained_tokens(folder):
     return [each.outputs[0].token_ids for each in outputs]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"kv_disk_dir": "/tmp/octavo-of-states", "tensor_parallel_size": 2},
-            "with recurrent layers, KV stores and the roles prefill and decode do not work with tensor_parallel_size",
-        ),
-        ({"speculative_config": {"method": "quantized"}}, "method quantized does not work with recurrent layers yet"),
-        ({"kernels": "triton"}, "kernels triton do not compute recurrent layers yet: choose kernels auto"),
-    ],
-)
-def test_unsupported_options_are_refused(checkpoint, options, message):
-    with pytest.raises(ConfigError, match=message):
-        LLM(str(checkpoint), skip_tokenizer_init=True, max_model_len=64, **options)
+def test_triton_kernels_are_refused(checkpoint):
+    with pytest.raises(ConfigError, match="kernels triton do not compute recurrent layers yet: choose kernels auto"):
+        LLM(str(checkpoint), skip_tokenizer_init=True, max_model_len=64, kernels="triton")
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_direct_handover_is_refused(checkpoint, role):
     model, stores = ModelConfig(model=str(checkpoint)), KVTransferConfig(role=role, direct=True)
     with pytest.raises(ConfigError, match="kv_direct does not work with recurrent layers"):
-        check_recurrent_layers(
-            EngineConfig(model=model, kv_transfer=stores), read_architecture(checkpoint), has_store=False
-        )
+        check_recurrent_layers(EngineConfig(model=model, kv_transfer=stores), read_architecture(checkpoint))
 
 
 def test_allocated_states_have_the_planned_size(checkpoint):

@@ -117,7 +117,7 @@ def build_core(
     check_mooncake(config.kv_transfer)
     model_config = config.model
     served = served or ServedModel.find(model_config)
-    check_recurrent_layers(config, served.architecture, has_store=kv_store is not None)
+    check_recurrent_layers(config, served.architecture)
     device_config, architecture = _device_config(config), served.architecture
     dtype = architecture.dtype if model_config.dtype == "auto" else model_config.dtype
     isa = _instruction_set(device_config, dtype)

@@ -10,6 +10,7 @@ from octavo.models.kv_layout import StateShape
 
 if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
+    from octavo.models.declared import Ranges
     from octavo.models.gated_conv_layer import GatedConv
     from octavo.models.layers import ModelContext
 
@@ -55,7 +56,12 @@ class GatedConvConfig:
     @property
     def cache_spec(self) -> StateShape:
         """See `TokenMixerConfig`."""
-        return StateShape(((self.num_taps - 1, self.num_channels),), (), self.num_channels)
+        return StateShape(((self.num_taps - 1, self.num_channels),), (), self.num_channels, self.channels)
+
+    @property
+    def channels(self) -> Ranges:
+        """The channels, among those of the model."""
+        return ((0, self.num_channels),)
 
     @property
     def width(self) -> int:

@@ -11,6 +11,7 @@ from octavo.models.kv_layout import StateShape
 
 if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
+    from octavo.models.declared import Ranges
     from octavo.models.gated_delta_layer import GatedDelta
     from octavo.models.layers import ModelContext
 
@@ -94,7 +95,18 @@ class GatedDeltaConfig:
         """See `TokenMixerConfig`."""
         matrix = self.num_value_heads, self.value_dim // _COLUMNS, self.key_dim, _COLUMNS
         kept_width = 2 * self.num_channels + 2 * self.num_value_heads
-        return StateShape(((self.num_taps - 1, self.num_channels),), (matrix,), kept_width)
+        inputs = ((self.num_taps - 1, self.num_channels),)
+        return StateShape(inputs, (matrix,), kept_width, self.channels, self.first_head)
+
+    @property
+    def channels(self) -> Ranges:
+        """The convolution's channels, among those of the model."""
+        return ((0, self.num_channels),)
+
+    @property
+    def first_head(self) -> int:
+        """The first value head, among those of the model."""
+        return 0
 
     @property
     def width(self) -> int:

@@ -11,7 +11,7 @@ from octavo.models.kv_layout import StateShape
 
 if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
-    from octavo.models.declared import Borders
+    from octavo.models.declared import Borders, Ranges
     from octavo.models.layers import ModelContext
     from octavo.models.mamba2_layer import Mamba2
 
@@ -113,7 +113,18 @@ class Mamba2Config:
         """See `TokenMixerConfig`."""
         matrix = self.num_heads, self.head_dim // _COLUMNS, self.state_size, _COLUMNS
         kept_width = 2 * self.num_channels + self.num_heads
-        return StateShape(((self.num_taps - 1, self.num_channels),), (matrix,), kept_width)
+        inputs = ((self.num_taps - 1, self.num_channels),)
+        return StateShape(inputs, (matrix,), kept_width, self.channels, self.first_head)
+
+    @property
+    def channels(self) -> Ranges:
+        """The convolution's channels, among those of the model."""
+        return ((0, self.num_channels),)
+
+    @property
+    def first_head(self) -> int:
+        """The first head, among those of the model."""
+        return 0
 
     @property
     def width(self) -> int:

@@ -12,23 +12,14 @@ if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
 
 
-def check_recurrent_layers(config: EngineConfig, architecture: Architecture, *, has_store: bool) -> None:
-    """Raise `ConfigError` if the user asked for something that does not work with recurrent layers yet.
-
-    That is a GPU, kv_direct, or KV stores together with ranks.
-    """
+def check_recurrent_layers(config: EngineConfig, architecture: Architecture) -> None:
+    """Raise `ConfigError` if the user asked for a GPU or kv_direct, which do not work with recurrent layers yet."""
     if not architecture.kv_layout.states:
         return
     if resolve_device(config.device.device).type != "cpu":
         raise ConfigError("models with recurrent layers run only on CPUs yet: choose device cpu")
     if config.device.kernels == "triton":
         raise ConfigError("kernels triton do not compute recurrent layers yet: choose kernels auto")
-    has_store = has_store or config.kv_transfer.names_store or config.kv_transfer.role != "both"
-    if has_store and config.device.tensor_parallel_size > 1:
-        raise ConfigError(
-            "with recurrent layers, KV stores and the roles prefill and decode do not work with tensor_parallel_size "
-            "above 1 yet: choose tensor_parallel_size 1, or no store and role both"
-        )
     if config.kv_transfer.direct:
         raise ConfigError(
             "kv_direct does not work with recurrent layers, because it does not transfer their states: use a store "
