@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from programs import Program
 
-START_S = 240.0  # Ray Serve's processes import SGLang, each for half a minute on a busy machine
+START_S = 600.0  # Ray Serve's processes import SGLang, each for half a minute on a busy machine
 SMALL = ("--num-threads", "1", "--num-gpu-blocks-override", "800", "--max-num-seqs", "16", "--seed", "3")
 _PEERS_DIR = Path(__file__).parents[2] / "build/peers"
 
@@ -85,7 +85,7 @@ def wait_for(condition: Callable[[], object], front: Front, seconds: float = STA
 @contextlib.contextmanager
 def started(name: str) -> Iterator[Front]:
     """Run a peer and two engines. Yield once it answers."""
-    folder = environment_of(name)
+    folder = environment_of(name.removesuffix("_direct"))
     with Stage() as stage:
         front = _STARTS[name](stage, folder)
         front.name = name
@@ -129,10 +129,10 @@ def _start_dynamo(stage: Stage, folder: Path) -> Front:
     return Front(stage, f"http://127.0.0.1:{port}", _of(engines))
 
 
-def _start_ray_serve(stage: Stage, folder: Path) -> Front:
+def _start_ray_serve(stage: Stage, folder: Path, **more: str) -> Front:
     port = free_port()
     script = str(Path(__file__).with_name("ray_serve_app.py"))
-    variables = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    variables = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", **more}
     stage.run(str(folder / "python"), script, str(port), stage.folder, **variables)
 
     def replicas() -> list[psutil.Process]:
@@ -142,4 +142,15 @@ def _start_ray_serve(stage: Stage, folder: Path) -> Front:
     return front
 
 
-_STARTS = {"smg": _start_smg, "dynamo": _start_dynamo, "ray_serve": _start_ray_serve}
+def _start_ray_direct(stage: Stage, folder: Path) -> Front:
+    """Start Ray Serve LLM without its ingress: HAProxy sends HTTP requests to the replicas."""
+    more = {"RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING": "1", "RAY_SERVE_ENABLE_HA_PROXY": "1"}
+    return _start_ray_serve(stage, folder, **more)
+
+
+_STARTS = {
+    "smg": _start_smg,
+    "dynamo": _start_dynamo,
+    "ray_serve": _start_ray_serve,
+    "ray_serve_direct": _start_ray_direct,
+}

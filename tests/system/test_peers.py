@@ -18,7 +18,7 @@ STORIES = ["Once upon a time", "The cat", "What is 12 + 30?", "A dog and a"]
 LONG = body("Once upon a time", max_tokens=2000, ignore_eos=True, temperature=1.0, n=16, stream=True)
 
 
-@pytest.fixture(scope="module", params=["smg", "dynamo", "ray_serve"])
+@pytest.fixture(scope="module", params=["smg", "dynamo", "ray_serve", "ray_serve_direct"])
 def front(request):
     with started(request.param) as running:
         yield running
@@ -91,7 +91,7 @@ def test_load_reaches_both_engines(front):
 
 def test_router_sends_prompts_to_the_engine_that_has_their_prefix(front):
     """smg remembers where it has sent a prefix. Dynamo learns from the engines' KV events what they have."""
-    if front.name == "ray_serve":
+    if front.name.startswith("ray_serve"):
         pytest.skip("nothing is promised for prefixes")
     cached = []
     for _ in range(2):
@@ -102,6 +102,14 @@ def test_router_sends_prompts_to_the_engine_that_has_their_prefix(front):
     hits = [num_cached / num_tokens for num_cached, num_tokens in cached]
     assert max(hits[:13]) < 0.2
     assert sum(hits[13:]) / 13 >= 0.9, hits[13:]
+
+
+def test_replicas_without_ingress_serve_all_apis(front):
+    if front.name != "ray_serve_direct":
+        pytest.skip("nothing is promised for Anthropic")
+    request = {**SUM, "model": "octavo-demo"}
+    answer = front.http.post("/v1/messages", json=request, headers={"anthropic-version": "2023-06-01"}).json()
+    assert answer["content"] == [{"type": "text", "text": "12 + 30 = 42"}]
 
 
 def test_smg_reads_loads_of_engines(front):

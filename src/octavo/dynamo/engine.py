@@ -100,7 +100,7 @@ class OctavoEngine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types
             await self._llm.abort([context.id()])
 
     async def kv_event_sources(self) -> list[ZmqSource]:
-        """Return the endpoint of the engine's KV events, which tell Dynamo's router the cached prefixes."""
+        """Return the endpoint of the engine's KV events. Dynamo's router subscribes to it."""
         events = self._config.kv_events
         endpoint = events.endpoint.replace("*", "127.0.0.1")
         return [ZmqSource(endpoint, events.topic, dp_rank=0)] if events.is_active else []
