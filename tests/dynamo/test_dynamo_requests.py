@@ -36,7 +36,8 @@ def test_defaults_hold_where_a_request_gives_nothing():
     request = {"token_ids": [1], "sampling_options": {"temperature": None}, "stop_conditions": None}
     params = sampling_params(request, {"temperature": 0.7, "top_p": 0.9})
     assert (params.temperature, params.top_p, params.max_tokens) == (0.7, 0.9, None)
-    assert sampling_params({"sampling_options": {"top_p": 0.1}}, {"top_p": 0.9, "max_tokens": 5}).max_tokens == 5
+    params = sampling_params({"sampling_options": {"top_p": 0.1}}, {"top_p": 0.9, "max_tokens": 5})
+    assert (params.top_p, params.max_tokens) == (0.1, 5)
 
 
 def test_guided_decoding_becomes_structured_outputs():
