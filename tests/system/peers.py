@@ -60,6 +60,10 @@ class Front:
         """Return the CPU time of all cores."""
         return sum(sum(process.cpu_times()[:2]) for process in self.cores())
 
+    def has_ended(self) -> bool:
+        """Return True if one of the programs has ended."""
+        return any(program.process.poll() is not None for program in self.stage.programs)
+
     def is_answering(self) -> bool:
         with contextlib.suppress(httpx.TransportError, KeyError):
             return self.http.post("/v1/completions", json=body("Once", max_tokens=1)).status_code == 200
@@ -90,7 +94,9 @@ def started(name: str) -> Iterator[Front]:
         front = _STARTS[name](stage, folder)
         front.name = name
         try:
-            wait_for(lambda: len(front.servers()) == 2 and front.is_answering(), front)
+            wait_for(lambda: front.has_ended() or (len(front.servers()) == 2 and front.is_answering()), front)
+            if front.has_ended():
+                raise RuntimeError(front.log())
             yield front
         finally:
             front.http.close()
@@ -132,7 +138,8 @@ def _start_dynamo(stage: Stage, folder: Path) -> Front:
 def _start_ray_serve(stage: Stage, folder: Path, **more: str) -> Front:
     port = free_port()
     script = str(Path(__file__).with_name("ray_serve_app.py"))
-    variables = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", **more}
+    patience = {f"RAY_SERVE_PROXY_{what}_TIMEOUT_S": "120" for what in ("READY_CHECK", "HEALTH_CHECK")}
+    variables = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", **patience, **more}
     stage.run(str(folder / "python"), script, str(port), stage.folder, **variables)
 
     def replicas() -> list[psutil.Process]:
