@@ -73,11 +73,11 @@ def workloads() -> list[Workload]:
             meta, pod = each["spec"]["template"]["metadata"], each["spec"]["template"]["spec"]
             [container] = pod["containers"]
             found.append(Workload(file, each["metadata"]["name"], meta["labels"], meta["annotations"], pod, container))
-    [runtime] = of_kind("kserve/octavo.yaml", "ServingRuntime")
-    [service] = of_kind("kserve/octavo.yaml", "InferenceService")
+    [runtime] = of_kind("kserve/runtime.yaml", "ServingRuntime")
+    [service] = of_kind("kserve/runtime.yaml", "InferenceService")
     [container] = runtime["spec"]["containers"]
     pod = {"volumes": runtime["spec"]["volumes"], **service["spec"]["predictor"]}
-    found.append(Workload("kserve/octavo.yaml", "kserve", {}, runtime["spec"]["annotations"], pod, container))
+    found.append(Workload("kserve/runtime.yaml", "kserve", {}, runtime["spec"]["annotations"], pod, container))
     return found
 
 
@@ -230,8 +230,8 @@ def test_router_finds_both_engines_by_name_of_headless_service() -> None:
 
 
 def test_inference_service_uses_runtime() -> None:
-    [runtime] = of_kind("kserve/octavo.yaml", "ServingRuntime")
-    [service] = of_kind("kserve/octavo.yaml", "InferenceService")
+    [runtime] = of_kind("kserve/runtime.yaml", "ServingRuntime")
+    [service] = of_kind("kserve/runtime.yaml", "InferenceService")
     model = service["spec"]["predictor"]["model"]
     assert model["runtime"] == runtime["metadata"]["name"]
     assert model["modelFormat"]["name"] in {each["name"] for each in runtime["spec"]["supportedModelFormats"]}

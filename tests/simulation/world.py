@@ -399,6 +399,7 @@ class World:
         self.free = self.nothing_free
         self.is_giving_back = False
         self.ending: set[str] = set()
+        self.saved_states: list[events.CheckpointSaved] = []  # with the newest result
         self.forced: set[str] = set()
         self.admission_step = self.preemption_step = -1
         self.num_stalled = 0
@@ -673,8 +674,10 @@ class World:
             for request in self.scheduler.running
             if request.request_id not in scheduled.num_scheduled_tokens
         }
+        self.saved_states.clear()
         outputs = self.scheduler.update_from_output(scheduled, result)
         self.pipeline.steps.popleft()
+        self._check_saved_states()
         self._check_kept(result.draft_token_ids, before)
         self._check_miscounted(miscounted, outputs)
         self._check_postponed(places, outputs, result.draft_token_ids)
@@ -1065,6 +1068,8 @@ class World:
                     self.tracked[event.request_id].features.add("prefix")
             case events.BlockEvicted():
                 totals.evictions += 1
+            case events.CheckpointSaved():
+                self.saved_states.append(event)
             case events.CheckpointEvicted():
                 totals.state_evictions += 1
             case events.BlockOffloaded():
@@ -1077,6 +1082,19 @@ class World:
             case events.HostBlocksFound():
                 totals.host_hits += 1
                 self.tracked[event.request_id].features.add("host")
+
+    def _check_saved_states(self) -> None:
+        """Check that each saved state was offered to the store if its block was, unless it is being saved."""
+        manager, transfers = self.scheduler.kv_cache_manager, self.scheduler.transfers
+        for event in self.saved_states:
+            request = self.scheduler.requests.get(event.request_id)
+            index = event.num_tokens // self.config.block_size - 1
+            table = [] if request is None else request.sequence.block_table  # empty if it was preempted
+            if request is None or index >= min(transfers._num_offered.get(event.request_id, 0), len(table)):
+                continue
+            key, slot = request.block_hashes[index], manager.checkpoints.slot_after(table[index])
+            if slot is not None and key not in self.store.offered_states | transfers._saving_states:
+                raise SimulationError(f"the state after {event.num_tokens} tokens of {event.request_id} is not offered")
 
     def _check_dropped(self, event: events.KVSavesDropped) -> None:
         """Check that saves were dropped only because the limits on pinned or saved blocks were reached."""

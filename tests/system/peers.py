@@ -113,7 +113,8 @@ def _start_smg(stage: Stage, folder: Path) -> Front:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as http:
             wait_for(lambda http=http: _is_ready(http), Front(stage, "http://127.0.0.1", list))
     port = free_port()
-    words = ["--policy", "cache_aware", "--health-check-interval-secs", "1", "--prometheus-port", str(free_port())]
+    words = ["--policy", "cache_aware", "--health-check-interval-secs", "1", "--load-monitor-interval", "1"]
+    words += ["--prometheus-port", str(free_port())]
     urls = [f"http://127.0.0.1:{each}" for each in ports]
     stage.run(str(folder / "smg"), "launch", "--host", "127.0.0.1", "--port", str(port), *words, "--worker-urls", *urls)
     return Front(stage, f"http://127.0.0.1:{port}", _of(engines))

@@ -79,7 +79,8 @@ def test_invalid_request_gets_400_with_octavos_message(front):
 
 def test_load_reaches_both_engines(front):
     before = {core.pid: sum(core.cpu_times()[:2]) for core in front.cores()}
-    threads = [threading.Thread(target=text_of, args=[front.http, body(f"{n} and", max_tokens=400)]) for n in range(16)]
+    requests = [body(f"{number} and", max_tokens=400, temperature=1.0, ignore_eos=True) for number in range(24)]
+    threads = [threading.Thread(target=text_of, args=[front.http, each]) for each in requests]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -115,8 +116,7 @@ def test_replicas_without_ingress_serve_all_apis(front):
 def test_smg_reads_loads_of_engines(front):
     if front.name != "smg":
         pytest.skip("nothing is promised for loads")
-    loads = front.http.get("/get_loads").json()
-    assert len(loads["loads"]) == 2, loads
+    wait_for(lambda: len(front.http.get("/get_loads").json()["loads"]) == 2, front, 30)
 
 
 @pytest.mark.parametrize(

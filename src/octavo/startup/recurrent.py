@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError
+from octavo.kernels import IN_TRITON
 from octavo.worker.device import resolve_device
 
 if TYPE_CHECKING:
@@ -13,13 +14,14 @@ if TYPE_CHECKING:
 
 
 def check_recurrent_layers(config: EngineConfig, architecture: Architecture) -> None:
-    """Raise `ConfigError` if the user asked for a GPU or kv_direct, which do not work with recurrent layers yet."""
+    """Raise `ConfigError` if the user asked for something that does not work with recurrent layers yet.
+
+    That is a GPU without Triton's kernels, or kv_direct.
+    """
     if not architecture.kv_layout.states:
         return
-    if resolve_device(config.device.device).type != "cpu":
-        raise ConfigError("models with recurrent layers run only on CPUs yet: choose device cpu")
-    if config.device.kernels == "triton":
-        raise ConfigError("kernels triton do not compute recurrent layers yet: choose kernels auto")
+    if resolve_device(config.device.device).type != "cpu" and config.device.kernels not in IN_TRITON:
+        raise ConfigError("on a GPU, recurrent layers need Triton's kernels: choose kernels triton or device cpu")
     if config.kv_transfer.direct:
         raise ConfigError(
             "kv_direct does not work with recurrent layers, because it does not transfer their states: use a store "

@@ -12,6 +12,7 @@ from running import run_server
 
 from octavo import __version__
 from octavo.data.capacity import KVGroupCapacity
+from octavo.engine.local_core import LocalCore
 from octavo.http.tenants import Tenant, add_key
 
 if TYPE_CHECKING:
@@ -128,6 +129,15 @@ def test_idle_engine_without_drafts_reports_zeros() -> None:
     assert told["num_running_reqs"] == told["num_total_tokens"] == told["cache_hit_rate"] == 0
     assert told["disaggregation"] == {"mode": "null"}
     assert "speculative" not in told
+
+
+@pytest.mark.parametrize("path", ["/load", "/v1/loads"])
+def test_restarting_engine_does_not_look_idle(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    with run_server() as running, running.http() as http:
+        monkeypatch.setattr(LocalCore, "is_ready", False)
+        answer = http.get(path)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_restarting")
+    assert "retry-after" in answer.headers
 
 
 @pytest.mark.parametrize("path", ["/load", "/v1/loads"])

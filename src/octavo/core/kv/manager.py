@@ -292,15 +292,19 @@ class KVCacheManager:
             else:
                 self.host.drop(host_block)
 
-    def commit(self, request: Request) -> None:
-        """Add a request's full, computed blocks to the prefix cache."""
+    def commit(self, request: Request) -> list[int]:
+        """Add a request's full, computed blocks to the prefix cache, and make its saved states findable.
+
+        Return the numbers of blocks after which the states were saved, in ascending order.
+        """
         num_tokens = request.num_computed_tokens
         if num_tokens >= request.num_prompt_tokens or not self.prefix_cache.is_enabled:
             request.sequence.next_commit = (num_tokens // self.block_size + 1) * self.block_size
         if self.prefix_cache.is_enabled:
             self.prefix_cache.commit(request)
             if self.checkpoints is not None:
-                self.checkpoints.commit(request)
+                return self.checkpoints.commit(request)
+        return []
 
     def release_unread(self, request: Request) -> None:
         """Release blocks that no later token reads. Call this only after the saves of these blocks are scheduled."""

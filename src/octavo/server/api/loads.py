@@ -39,6 +39,7 @@ class LoadsQuery(BaseModel):
 @endpoint(answer=dict[str, int])
 async def server_load(service: Service, _http_request: Request) -> Response:
     """Return the number of open requests."""
+    service.check_engine()  # a restarting engine has no requests, and must not look idle
     stats = service.engine.client.stats
     return JSONResponse({"server_load": stats.num_requests_running + stats.num_requests_waiting})
 
@@ -52,6 +53,7 @@ async def loads(service: Service, http_request: Request) -> Response:
     sections = [name.strip() for name in (query.get("include") or "all").split(",")]
     for name in sections:
         _check("include", name, ("core", *_SECTIONS, "lora", "all"))  # there are no figures of adapters
+    service.check_engine()
     load = _load(service.engine.client.stats, service.engine.client.capacity, sections)
     if query.get("format") == "prometheus":
         return PlainTextResponse(_samples(load), media_type=_CONTENT_TYPE)
