@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import secrets
 import sys
 from dataclasses import replace
 from functools import partial
@@ -38,7 +37,6 @@ logger = logging.getLogger(__name__)
 _PANEL = "Server"
 # With Python's default of 5 ms, reading a large request in a thread would delay other requests.
 SWITCH_INTERVAL_S = 0.0005
-_SEED_BITS = 53  # larger numbers are inexact in JavaScript
 
 
 @with_options_of({ServerConfig: _PANEL, ReplicasConfig: "Replicas"})
@@ -77,10 +75,8 @@ class ServerOptions:
 def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions, listen: ListenOptions) -> None:
     """Serve a model through the OpenAI API."""
     check_installed("octavo serve")
-    source = context.get_parameter_source("seed")
-    is_drawn = source is None or source.name == "DEFAULT"
-    if is_drawn:
-        engine = replace(engine, seed=secrets.randbits(_SEED_BITS))
+    given, engine = engine, engine.with_drawn_seed(context)
+    is_drawn = engine is not given
     waiting, tokens = _limits(engine)
     max_open_requests = None if engine.max_num_seqs is None else engine.max_num_seqs + waiting
     config = server.server_config(listen, max_open_requests, tokens)

@@ -21,6 +21,7 @@ from octavo.config.engine import (
     ResolvedSchedulerConfig,
     SchedulerConfig,
     SchedulingPolicy,
+    random_seed,
     scheduling_policy,
 )
 from octavo.config.environment import (
@@ -101,6 +102,7 @@ __all__ = [
     "kv_secret_from_environment",
     "operator_key_from_environment",
     "options_of",
+    "random_seed",
     "ray_address_from_environment",
     "scheduling_policy",
     "threads_from_environment",
