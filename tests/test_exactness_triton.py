@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
-from alone_and_crowd import alone, crowd
+from alone_and_crowd import alone, crowd, has_swapped
 from gguf_files import write_gguf
 from late_queue import LateQueue
-from scripted_drafts import verify_all
+from scripted_drafts import ScriptedProposer, let_propose, verify_all
 from triton_interpreter import interpreted_kernels, kernels_device
 
 from octavo import CacheConfig, DeviceConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.assets import built_in_model_path
 from octavo.config import SpeculativeConfig
+from octavo.data.events import DraftsVerified
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.worker import model_runner
 from octavo.worker.host_copies import PinnedMemory
@@ -172,6 +174,73 @@ def test_triton_gguf_weights_give_equal_tokens_alone_and_batched(tmp_path):
     by_graph = watch_sizes(graphs)
     assert crowd(engine, requests) == expected
     assert {size for size in by_graph if size}
+
+
+# The interpreter's time grows with heads and rows, so there are few of them.
+_MAMBA = {"mamba_n_heads": 2, "mamba_d_state": 8, "num_local_experts": 0}
+_DELTA = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "head_dim": 16}
+_NEMOTRON = {"mamba_num_heads": 2, "ssm_state_size": 8, "n_groups": 1, "n_routed_experts": 4, "num_hidden_layers": 4}
+RECURRENT = {
+    "Qwen3_5ForCausalLM": _DELTA | {"layer_types": ["linear_attention", "full_attention"]},
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"], "num_experts": 4},
+    "GraniteMoeHybridForCausalLM": _MAMBA | {"layer_types": ["mamba", "attention"]},
+    "NemotronHForCausalLM": _NEMOTRON | {"hybrid_override_pattern": "M*E-"},
+}
+SCHEDULES = {
+    "chunks": {"long_prefill_token_threshold": 3, "max_num_batched_tokens": 20},
+    "few blocks": {"cache": {"num_gpu_blocks": 5}},
+    "swaps": {"cache": {"num_gpu_blocks": 5, "swap_space_bytes": 1 << 20}, "preemption": "swap"},
+    "ahead": {"async_scheduling": True, "long_prefill_token_threshold": 5},
+    "drafts": {"speculative": SpeculativeConfig(method="ngram", num_speculative_tokens=2)},
+    "own drafts": {"speculative": SpeculativeConfig(method="quantized", num_speculative_tokens=2)},
+}
+
+
+@pytest.fixture(scope="module")
+def recurrent_model(tmp_path_factory):
+    """Return a function that writes a tiny model of a family."""
+
+    @functools.cache
+    def write(family):
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 96, "torch_dtype": "bfloat16"}
+        config = tiny_config(family, **{"num_hidden_layers": 2} | sizes | RECURRENT[family])
+        return write_checkpoint(tmp_path_factory.mktemp("models") / family, config, std=0.2)
+
+    return write
+
+
+@pytest.mark.turn(4)
+@pytest.mark.sweep(24)
+@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_recurrent_layers_give_equal_tokens_alone_and_batched(recurrent_model, family, schedule, monkeypatch):
+    """About half of the drafts are right. The second round reads states that the first one saved."""
+    model, options = recurrent_model(family), SCHEDULES[schedule]
+    requests = make_requests([9, 2, 7, 6], 96, 4)
+    cache = {"block_size": 4} | options.get("cache", {})
+    expected = alone(make_engine(model, cache={"enable_prefix_caching": False}), requests)
+    if kernels_device().type == "cpu":
+        monkeypatch.setattr(model_runner, "create_host_copies", lambda device: PinnedMemory(device, LateQueue()))
+    engine = make_engine(model, **options | {"cache": cache})
+    worker, stats = engine.core.executor.worker, engine.core.metrics.stats
+    if schedule == "ahead":
+        engine.core.executor.shutdown()
+        engine.core.executor = LocalExecutor(worker, mode=LaunchesAhead)
+    if "drafts" in schedule:
+        verify_all(engine)
+    if schedule == "drafts":
+        known = {str(index): prompt + list(expected[index % 4][0]) for index, (prompt, _) in enumerate(requests * 2)}
+        let_propose(engine, ScriptedProposer(known, 2, 0.5))
+    for _ in range(2):
+        assert crowd(engine, requests) == expected
+    verified = [event for event in engine.core.recent.since(0) if isinstance(event, DraftsVerified)]
+    assert bool(verified) == ("drafts" in schedule)
+    if schedule == "drafts":
+        assert 0 < sum(each.num_accepted for each in verified) < sum(each.num_drafted for each in verified)
+    assert (stats.num_preemptions > 0) == (schedule in {"few blocks", "swaps"})
+    assert has_swapped(engine) == (schedule == "swaps")
+    assert stats.prefix_cache_hits > 0 or schedule == "few blocks"
+    assert not worker.kernels._warned_of, "all operations have kernels"
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from kernels_available import COMPILED
+from kv_event_subscriber import AllBlocksCleared, Contents, Subscriber
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import octavo.llm
@@ -318,6 +319,29 @@ def test_kv_transfer_config_accepts_object_or_mapping(checkpoint, tmp_path):
         llm.llm_engine.shutdown()
     assert answers[0] == answers[1]
     assert (tmp_path / "kv").is_dir()
+
+
+def test_llm_publishes_kv_events(checkpoint, tmp_path):
+    ends = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replays"
+    config = {"enable_kv_cache_events": True, "endpoint": ends[0], "replay_endpoint": ends[1]}
+    llm = LLM(
+        str(checkpoint), skip_tokenizer_init=True, block_size=4, num_gpu_blocks_override=8, kv_events_config=config
+    )
+    engine, params = llm.llm_engine, SamplingParams(max_tokens=1, detokenize=False)
+    figures = engine.core.kv_events.figures
+    try:
+        with Subscriber(*ends) as subscriber:
+            llm.generate([{"prompt_token_ids": list(range(start, start + 13))} for start in range(5)], params)
+            contents = Contents()
+            for batch in subscriber.all_batches(figures.num_batches):
+                contents.take(batch)
+            assert contents.num_removed
+            assert len(contents.blocks) == engine.core.scheduler.kv_cache_manager.pool.num_cached_blocks
+            assert llm.reset_prefix_cache()
+            assert subscriber.all_batches(figures.num_batches)[-1].events == [AllBlocksCleared()]
+    finally:
+        engine.shutdown()
+    assert engine.core.kv_events._publisher._context.closed
 
 
 def test_params_is_alias_of_sampling_params(checkpoint):

@@ -40,7 +40,7 @@ def logged_bytes(text, what):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("method", ["none", "ngram"])
+@pytest.mark.parametrize("method", ["none", "ngram", "quantized"])
 @pytest.mark.parametrize("cache", [{"num_gpu_blocks": 40}, {"kv_cache_memory_bytes": 3 << 20}], ids=str)
 def test_allocated_bytes_are_those_of_log_and_capacity(checkpoint, caplog, cache, method, dtype):
     caplog.set_level("INFO")
@@ -50,15 +50,20 @@ def test_allocated_bytes_are_those_of_log_and_capacity(checkpoint, caplog, cache
     in_blocks = sum(each.untyped_storage().nbytes() for each in kv_cache.memory)
     kept = [kv_cache.layer(number)[-1].untyped_storage().nbytes() for number in layout.states]
     of_running = capacity.max_num_seqs * layout.state_bytes(dtype)
+    of_scratch = (len(kv_cache.states) - kv_cache.groups[-1].num_blocks) * layout.state_bytes(dtype)
+    assert of_scratch == (of_running if method == "quantized" else 0)
+    of_scratch_blocks = (len(kv_cache.groups[0].blocks) - kv_cache.num_blocks) * kv_cache.block_bytes
+    of_drafts = of_scratch + of_scratch_blocks
 
     groups = [(capacity.num_gpu_blocks, capacity.kv_block_bytes)]
     groups += [(each.num_blocks, each.block_bytes) for each in capacity.bounded_groups]
-    assert in_blocks == pytest.approx(sum(count * size for count, size in groups), rel=0.02)
+    assert in_blocks == pytest.approx(sum(count * size for count, size in groups) + of_drafts, rel=0.02)
     assert in_blocks == pytest.approx(logged_bytes(caplog.text, "KV cache"), rel=0.02)
-    assert sum(kept) == pytest.approx(logged_bytes(caplog.text, "recurrent states") - of_running, rel=0.02)
+    assert sum(kept) == pytest.approx(logged_bytes(caplog.text, "recurrent states") - of_running - of_scratch, rel=0.02)
     if "kv_cache_memory_bytes" in cache:
         largest = max(size for _, size in groups)
-        assert cache["kv_cache_memory_bytes"] - 2 * largest <= in_blocks - of_running <= cache["kv_cache_memory_bytes"]
+        most = cache["kv_cache_memory_bytes"]
+        assert most - 2 * largest <= in_blocks - of_running - of_drafts <= most
 
 
 NUM_CONVERSATIONS, NUM_AT_ONCE = 1000, 20

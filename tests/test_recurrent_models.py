@@ -9,6 +9,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+import torch
 from kernels_available import INSTRUCTION_SETS
 from test_exactness import SCHEDULES, Schedule, answers, check, make_engine, make_requests, needs_kernels
 from typer.testing import CliRunner
@@ -24,11 +25,11 @@ from octavo import (
 )
 from octavo.assets import built_in_model_path
 from octavo.cli import app
-from octavo.config import EngineConfig, KVTransferConfig
+from octavo.config import DeviceConfig, EngineConfig, KVTransferConfig
 from octavo.errors import ConfigError
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import read_architecture
-from octavo.startup.recurrent import check_recurrent_layers
+from octavo.startup import recurrent
 from octavo.worker import sample_tasks, worker
 from octavo.worker.grammar_walks import GrammarWalks
 
@@ -45,6 +46,7 @@ MODELS = {
         {"layer_types": ["mamba", "attention", "mamba"], "num_hidden_layers": 3},
     ),
     "nemotron-h": ("NemotronHForCausalLM", {"hybrid_override_pattern": "M-ME*E-M", "num_hidden_layers": 8}),
+    "nemotron-3-latents": ("NemotronHForCausalLM", {"moe_latent_size": 40}),
 }
 CHOSEN = {
     "crowd",
@@ -149,29 +151,28 @@ def constrained_tokens(folder):
     return [each.outputs[0].token_ids for each in outputs]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"kv_disk_dir": "/tmp/octavo-of-states", "tensor_parallel_size": 2},
-            "with recurrent layers, KV stores and the roles prefill and decode do not work with tensor_parallel_size",
-        ),
-        ({"speculative_config": {"method": "quantized"}}, "method quantized does not work with recurrent layers yet"),
-        ({"kernels": "triton"}, "kernels triton do not compute recurrent layers yet: choose kernels auto"),
-    ],
-)
-def test_unsupported_options_are_refused(checkpoint, options, message):
-    with pytest.raises(ConfigError, match=message):
-        LLM(str(checkpoint), skip_tokenizer_init=True, max_model_len=64, **options)
+def test_gpu_needs_kernels_of_triton(checkpoint, monkeypatch):
+    """No GPU is needed: the check precedes everything else."""
+    monkeypatch.setattr(recurrent, "resolve_device", torch.device)
+    architecture = read_architecture(checkpoint)
+
+    def check(kernels):
+        config = EngineConfig(
+            model=ModelConfig(model=str(checkpoint)), device=DeviceConfig(device="cuda", kernels=kernels)
+        )
+        recurrent.check_recurrent_layers(config, architecture)
+
+    for kernels in ("auto", "reference"):
+        with pytest.raises(ConfigError, match="recurrent layers need Triton's kernels: choose kernels triton"):
+            check(kernels)
+    check("triton")
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_direct_handover_is_refused(checkpoint, role):
     model, stores = ModelConfig(model=str(checkpoint)), KVTransferConfig(role=role, direct=True)
     with pytest.raises(ConfigError, match="kv_direct does not work with recurrent layers"):
-        check_recurrent_layers(
-            EngineConfig(model=model, kv_transfer=stores), read_architecture(checkpoint), has_store=False
-        )
+        recurrent.check_recurrent_layers(EngineConfig(model=model, kv_transfer=stores), read_architecture(checkpoint))
 
 
 def test_allocated_states_have_the_planned_size(checkpoint):

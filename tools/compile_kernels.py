@@ -198,6 +198,57 @@ def add_experts(num_experts: int, num_chosen: int, *, is_shared: bool = False) -
     return call
 
 
+def recurrent(name: str, depth: int = 128) -> Callable[[], None]:
+    """Return a call of an operation with recurrent states: of Qwen3.5's shapes, or of Mamba-2 with `depth` values."""
+
+    def call() -> None:
+        import torch  # noqa: PLC0415
+
+        from octavo.kernels.state_batch import StateBatch, matrix_states  # noqa: PLC0415
+        from octavo.kernels.triton.backend import kernel_of  # noqa: PLC0415
+
+        numbers = torch.arange(9, dtype=torch.int32)
+        batch = StateBatch(numbers, *[numbers[:8]] * 4, *[numbers[:4]] * 4)
+        qkv, out, factors = torch.empty(8, 8192), torch.empty(8, 4096), torch.empty(32)
+        kept, rates = torch.empty(8, 2 * 8192 + 64, dtype=torch.bfloat16), torch.empty(8, 64)
+        qkv, out, rates = qkv.bfloat16(), out.bfloat16(), rates.bfloat16()
+        kept_qkv, kept_mixed, kept_b, kept_a = kept.split_with_sizes((8192, 8192, 32, 32), dim=1)
+        arguments: tuple[Any, ...]
+        if name == "short_conv":
+            state = torch.empty(8, 3, 8192, dtype=torch.bfloat16)
+            arguments = qkv, kept_qkv, torch.empty(4, 8192), factors[:0], state, batch, True, torch.empty_like(qkv)
+        elif name == "gated_delta":
+            state = matrix_states(8, 32, depth, 128)
+            b, a = rates.split_with_sizes((32, 32), dim=1)
+            arguments = qkv, a, b, kept_mixed, kept_a, kept_b, factors, factors, state, batch, 16, False, out
+        elif name == "mamba2":
+            xbc, state = torch.empty(8, 2048 + 2 * depth, dtype=torch.bfloat16), matrix_states(8, 32, depth, 64)
+            of_heads = rates[:, :32].contiguous()
+            inputs = xbc, of_heads, torch.empty_like(xbc), torch.empty_like(of_heads)
+            arguments = *inputs, factors, factors, factors, 0.0, 1.0, state, batch, 1, out[:, :2048]
+        else:
+            arguments = qkv, qkv.clone(), rates, kept, batch
+        kernel = kernel_of(name)
+        assert kernel is not None
+        kernel(*arguments)
+
+    return call
+
+
+def gated_norm(size: int, group_size: int, *, gate_first: bool) -> Callable[[], None]:
+    """Return a call of gated_norm with one weight for all groups, or with a weight for each if `gate_first`."""
+
+    def call() -> None:
+        import torch  # noqa: PLC0415
+
+        from octavo.kernels.triton.gated_norm import gated_norm  # noqa: PLC0415
+
+        x, gate, out = torch.empty(3, 8, size, dtype=torch.bfloat16)
+        gated_norm(x, gate, torch.empty(size if gate_first else group_size), 1e-6, group_size, gate_first, out)
+
+    return call
+
+
 def linear(
     rows: int, dtype: str, stored: str | None = None, *, columns: int = 256, width: int = 2048
 ) -> Callable[[], None]:
@@ -377,6 +428,17 @@ CASES: dict[str, Callable[[], None]] = {
     "add bfloat16": operation("add", (8, 2048), (8, 2048), scale=1.0),
     "gate bfloat16 silu": operation("gate", (8, 4096)),
     "gate bfloat16 gelu_tanh": operation("gate", (8, 4096), activation="gelu_tanh"),
+    "gated_norm bfloat16 heads of 128": gated_norm(4096, 128, gate_first=False),
+    "gated_norm bfloat16 4096 gate first": gated_norm(8192, 4096, gate_first=True),
+    "gated_delta bfloat16 128": recurrent("gated_delta"),
+    "mamba2 bfloat16 128": recurrent("mamba2"),
+    "mamba2 bfloat16 256": recurrent("mamba2", 256),
+    "short_conv bfloat16 4": recurrent("short_conv"),
+    "keep_rows bfloat16": recurrent("keep_rows"),
+    "multiply bfloat16": operation("multiply", (8, 2048), (8, 2048)),
+    "relu_squared bfloat16": operation("relu_squared", (8, 2048)),
+    "sigmoid_gate bfloat16": operation("sigmoid_gate", (8, 16, 256), (8, 16, 256)),
+    "copy_rows bfloat16": operation("copy_rows", (8, 16, 256), (8, 16, 256)),
     "soft_cap": operation("soft_cap", (8, 4096), dtype="float32", cap=30.0),
     "divide": operation("divide", (8, 4096), dtype="float32", divisor=3.0),
     "log_softmax": operation("log_softmax", (8, 151937), dtype="float32"),

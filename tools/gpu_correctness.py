@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from gpu_states import states_against_torch
 
 from octavo.kernels import SamplingRows
 from octavo.kernels.block_weight import BlockKind, random_blocks
@@ -38,6 +39,7 @@ def correctness(check: Check, entries: Entries) -> None:
         for case in check.sizes.attention:
             entries.add(case.name(dtype), partial(attention_error, check, check.kernels, dtype, case))
         entries.add(f"rope_and_write_latents {dtype}", partial(_latents, check, dtype))
+        states_against_torch(check, entries, dtype, units_off)
     _integers(check, entries)
     _choices(check, entries)
     _experts(check, entries)

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from gpu_states import FAMILIES, recurrent_model
 from make_checkpoint import SHAPES, TOKENIZER_SIZE, train_tokenizer, write_tokenizer
 
 from octavo import LLMEngine, SamplingParams
@@ -32,8 +33,13 @@ _TURNS = 2  # of octavo and its peer, one after the other
 
 
 def tokens(check: Check, entries: Entries) -> None:
-    """Check that the built-in model gives a request the same tokens alone and with others that cut its prompt."""
-    entries.add("built-in model", partial(_same_tokens, check))
+    """Check that models give a request the same tokens alone and with others that cut its prompt.
+
+    Models with recurrent layers answer the requests once more, from saved states.
+    """
+    entries.add("built-in model", partial(_same_tokens, check, random_model(check) if check.is_dry else ModelConfig()))
+    for family in FAMILIES:
+        entries.add(family, lambda family=family: _same_tokens(check, recurrent_model(check, family), num_rounds=2))  # type: ignore[misc]
 
 
 def workloads(check: Check, entries: Entries) -> None:
@@ -65,10 +71,10 @@ def peers(check: Check, entries: Entries) -> None:
         entries.add(name, lambda: {"left_out": "it is not installed"})
 
 
-def _same_tokens(check: Check) -> dict[str, Any]:
+def _same_tokens(check: Check, model: ModelConfig, num_rounds: int = 1) -> dict[str, Any]:
     sizes, rng = check.sizes, random.Random(0)
-    vocab = 200 if check.is_dry else 1500
-    model = random_model(check) if check.is_dry else ModelConfig()
+    vocab, dry_kernels = 200 if check.is_dry else 1500, None if num_rounds == 1 else "auto"
+    cache = CacheConfig(block_size=4, num_gpu_blocks=40) if check.is_dry else CacheConfig(kv_cache_memory_bytes=1 << 30)
     lengths = [1, sizes.longest_prompt, *(rng.randint(1, sizes.longest_prompt) for _ in range(sizes.requests - 2))]
     prompts = [[rng.randrange(5, vocab) for _ in range(length)] for length in lengths]
     params = [
@@ -77,16 +83,21 @@ def _same_tokens(check: Check) -> dict[str, Any]:
         )
         for index in range(len(prompts))
     ]
-    alone_engine = make_engine(check, model, kv_bytes=1 << 30)
+    alone_engine = make_engine(check, model, cache=cache, dry_kernels=dry_kernels)
     alone = [generated(alone_engine, [prompt], [some])[0] for prompt, some in zip(prompts, params, strict=True)]
     cut: dict[str, Any] = {
         "long_prefill_token_threshold": max(1, sizes.longest_prompt // 7),
         "max_num_batched_tokens": 512,
     }
-    crowd_engine = make_engine(check, model, kv_bytes=1 << 30, **cut)
-    crowd = generated(crowd_engine, prompts, params)
-    differ = [length for length, one, other in zip(lengths, alone, crowd, strict=True) if one != other]
-    return {"is_equal": not differ, "num_requests": len(prompts)} | ({"prompts_that_differ": differ} if differ else {})
+    crowd_engine = make_engine(check, model, cache=cache, dry_kernels=dry_kernels, **cut)
+    crowds = [generated(crowd_engine, prompts, params) for _ in range(num_rounds)]
+    differ = [
+        length for length, one, *others in zip(lengths, alone, *crowds, strict=True) if others.count(one) < num_rounds
+    ]
+    found: dict[str, Any] = {"is_equal": not differ, "num_requests": len(prompts)}
+    if num_rounds > 1:
+        found["is_right"] = crowd_engine.core.metrics.stats.prefix_cache_hits > 0
+    return found | ({"prompts_that_differ": differ} if differ else {})
 
 
 def generated(

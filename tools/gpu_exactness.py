@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from gpu_device import in_blocks
+from gpu_states import exact_states
 
 from octavo.kernels.block_weight import BlockKind
 from octavo.kernels.operations.choose_experts import SOFTMAX, choose_experts
@@ -54,6 +55,7 @@ def exactness(check: Check, entries: Entries) -> None:
     for dtype in sizes.dtypes:
         for case in sizes.attention:
             entries.add(case.name(dtype), partial(_attention, check, dtype, case))
+    exact_states(check, entries)
 
 
 def _product(

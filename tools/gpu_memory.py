@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import random
 import re
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from gpu_engine import free, generated, make_engine, random_model
+from gpu_states import recurrent_model
 
 import octavo
 from octavo import SamplingParams
@@ -21,6 +21,9 @@ from octavo.worker.memory import activation_bytes, kernel_scratch_bytes
 if TYPE_CHECKING:
     from gpu_device import Check, Entries
 
+    from octavo.config import ModelConfig
+
+HYBRID = "Qwen3_5ForCausalLM"
 MOST_CARRIED = 200_000_000  # bytes
 _MOST_OFF = 0.02  # of the planned bytes
 _ROUNDING = 64 << 20  # bytes: torch reserves memory in pieces of up to 20 MiB for each kind of tensor
@@ -33,12 +36,14 @@ def memory(check: Check, entries: Entries) -> None:
     Of all of it within 2 %. What steps and graphs take is small beside weights and KV, so it is compared with its own
     plan as well: it must not exceed it, and the plan must not be twice as much.
     """
-    entries.add("planned", partial(_planned, check))
+    entries.add("planned", lambda: _planned(check, random_model(check)))
+    entries.add("planned with states", lambda: _planned(check, recurrent_model(check, HYBRID)))
 
 
 def swap(check: Check, entries: Entries) -> None:
     """Check that swapped requests get the same tokens as without swaps; measure bytes per second of swaps."""
-    entries.add("swapped", partial(_swapped, check))
+    entries.add("swapped", lambda: _swapped(check, random_model(check)))
+    entries.add("swapped with states", lambda: _swapped(check, recurrent_model(check, HYBRID)))
 
 
 def carried(check: Check, entries: Entries) -> None:
@@ -47,17 +52,18 @@ def carried(check: Check, entries: Entries) -> None:
     entries.add("bytes", lambda: weighed(sizes_to_carry()))
 
 
-def _planned(check: Check) -> dict[str, Any]:
+def _planned(check: Check, model: ModelConfig) -> dict[str, Any]:
     """Compare the memory that torch reserves with the plan for weights, KV and a step; on a CPU only weights and KV."""
     free()
     before = _reserved(check)
-    engine: Any = make_engine(check, random_model(check), dry_kernels="auto")
+    engine: Any = make_engine(check, model, dry_kernels="auto")
     worker = engine.core.executor.worker
     most = worker.scheduler_config.max_num_batched_tokens
     weights = sum({id(each): each.num_bytes for each in worker.model.linears}.values())
     architecture, captured = worker.model.architecture, None if check.is_dry else worker.runner.forward_pass.recorded
     step = activation_bytes(architecture, most, min(most, worker.scheduler_config.max_num_seqs), worker.dtype)
     step += kernel_scratch_bytes(architecture, worker.kernels, max_seq_len=worker.max_model_len, max_tokens=most)
+    step += worker.scheduler_config.max_num_seqs * architecture.kv_layout.kept_bytes(worker.dtype)
     step += 0 if captured is None else captured.num_bytes  # the engine itself checks graphs against their plan
     planned = weights + worker.kv_cache.num_bytes + (0 if check.is_dry else step)
     built = _reserved(check)
@@ -90,7 +96,7 @@ def _reserved(check: Check) -> int:
     return 0 if check.is_dry else torch.cuda.max_memory_reserved(check.device)
 
 
-def _swapped(check: Check) -> dict[str, Any]:
+def _swapped(check: Check, model: ModelConfig) -> dict[str, Any]:
     """Answer requests with few blocks, so that KV is swapped to host memory and back, and with many blocks."""
     rng, sizes = random.Random(1), check.sizes
     block_size, longest, new_tokens = (4, 24, 16) if check.is_dry else (16, sizes.longest_prompt, 8 * sizes.new_tokens)
@@ -112,7 +118,7 @@ def _swapped(check: Check) -> dict[str, Any]:
         cache = CacheConfig(
             block_size=block_size, num_gpu_blocks=num_blocks, swap_space_bytes=(1 << 22) if check.is_dry else 4 << 30
         )
-        engine = make_engine(check, random_model(check), cache=cache, dry_kernels="auto", sink=log, preemption="swap")
+        engine = make_engine(check, model, cache=cache, dry_kernels="auto", sink=log, preemption="swap")
         told[num_blocks] = generated(engine, prompts, params), log
         engine.shutdown()
     (tokens, log), (undisturbed, _) = told[few], told[many]

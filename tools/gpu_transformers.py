@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from gpu_engine import free, generated, make_engine
+from gpu_states import FAMILIES as RECURRENT
+from gpu_states import recurrent_config
 
 from octavo import SamplingParams
 from octavo.config import ModelConfig
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
     from gpu_device import Check, Entries
 
-FAMILIES = ("Qwen3ForCausalLM", "LlamaForCausalLM", "Gemma3ForCausalLM")
+FAMILIES = ("Qwen3ForCausalLM", "LlamaForCausalLM", "Gemma3ForCausalLM", *RECURRENT)
 MIN_GAP = 1e-3  # between the two best logits: below it, float32 on a device does not determine which one is larger
 _STD = 0.1  # of weights: with a smaller one, tokens often repeat
 _WIDER = {
@@ -41,7 +43,7 @@ def _compare(check: Check, family: str) -> dict[str, Any]:
     changes: dict[str, Any] = {} if check.is_dry else dict(_WIDER)
     if family.startswith("Gemma3") and changes:
         changes["layer_types"] = ["sliding_attention", "full_attention"] * 3
-    config = tiny_config(family, **changes)
+    config = recurrent_config(check, family) if family in RECURRENT else tiny_config(family, **changes)
     path = write_checkpoint(check.folder / family, config, std=_STD)
     rng, sizes = random.Random(0), check.sizes
     lengths = [1, sizes.longest_prompt, *(rng.randint(1, sizes.longest_prompt) for _ in range(sizes.requests - 2))]

@@ -18,9 +18,11 @@ from octavo.config import (
     kernels_required,
     kv_secret_from_environment,
 )
+from octavo.core.kv.cache_listener import NO_LISTENER
 from octavo.core.scheduler import Scheduler
 from octavo.data.capacity import EngineCapacity, KVGroupCapacity
 from octavo.data.events import FanOut, NullSink
+from octavo.data.kv_event_figures import KVEventFigures
 from octavo.data.kv_groups import RecurrentStates
 from octavo.data.kv_tier_figures import KVTierFigures
 from octavo.data.metrics import EngineMetrics, EngineStats
@@ -52,11 +54,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from octavo.config import DeviceConfig, KVTransferConfig, ResolvedSchedulerConfig, SpeculativeConfig
+    from octavo.config import (
+        CacheConfig,
+        DeviceConfig,
+        KVEventsConfig,
+        KVTransferConfig,
+        ResolvedSchedulerConfig,
+        SpeculativeConfig,
+    )
     from octavo.core.kv_connector import KVConnector
     from octavo.data.events import EventSink
     from octavo.data.fingerprint import EngineFingerprint
     from octavo.data.worker_info import WorkerInfo
+    from octavo.kv_events import KVEventLog
     from octavo.kv_transfer import StoreFactory
     from octavo.kv_transfer.direct import MooncakeConnector
     from octavo.kv_transfer.direct_donor import DirectDonor
@@ -107,7 +117,7 @@ def build_core(
     check_mooncake(config.kv_transfer)
     model_config = config.model
     served = served or ServedModel.find(model_config)
-    check_recurrent_layers(config, served.architecture, has_store=kv_store is not None)
+    check_recurrent_layers(config, served.architecture)
     device_config, architecture = _device_config(config), served.architecture
     dtype = architecture.dtype if model_config.dtype == "auto" else model_config.dtype
     isa = _instruction_set(device_config, dtype)
@@ -121,6 +131,7 @@ def build_core(
     identity = find_identity(model_config, served) if has_store else None
     draft = find_draft_checkpoint(speculative_config, model_config, served)
     with contextlib.ExitStack() as failing:
+        kv_events = _open_kv_events(config.kv_events, failing)
         leader = _start_ranks(config, served, dtype, draft, has_store=has_store)
         if leader is not None:
             failing.push(leader.end_start)
@@ -148,22 +159,41 @@ def build_core(
         store = create_store(config.kv_transfer, info.stored_block_bytes, kv_store, direct, part_bytes)
         executor = _make_executor(config, info, worker, store)
         connector, recorded = _connect(config, store, executor, direct, info)
-        clock, metrics, recent = RecordedClock(time.monotonic), EngineMetrics(_stats(store, worker)), RecentEvents()
-        scheduler = Scheduler(
-            scheduler_config,
-            config.cache,
-            num_blocks=info.num_blocks,
-            max_model_len=served.max_model_len,
-            clock=clock,
-            sink=FanOut([metrics, recent, sink or NullSink()]),
-            num_host_blocks=info.num_host_blocks,
-            bounded_groups=info.bounded_groups,
-            cache_keys=keys,
-            connector=connector,
+        clock, recent = RecordedClock(time.monotonic), RecentEvents()
+        metrics = EngineMetrics(_stats(store, worker, kv_events))
+        sinks = FanOut([metrics, recent, sink or NullSink()])
+        scheduler = _make_scheduler(
+            scheduler_config, config.cache, served, info, keys, clock, sinks, connector, kv_events
         )
         journaled = _recorded(scheduler, clock, config.record, recorded, fingerprint)
         failing.pop_all()
-        return EngineCore(journaled, executor, metrics, recent, capacity)
+        return EngineCore(journaled, executor, metrics, recent, capacity, kv_events)
+
+
+def _make_scheduler(
+    scheduler_config: ResolvedSchedulerConfig,
+    cache_config: CacheConfig,
+    served: ServedModel,
+    info: WorkerInfo,
+    keys: tuple[str, ...],
+    clock: RecordedClock,
+    sink: EventSink,
+    connector: KVConnector | None,
+    kv_events: KVEventLog | None,
+) -> Scheduler:
+    return Scheduler(
+        scheduler_config,
+        cache_config,
+        num_blocks=info.num_blocks,
+        max_model_len=served.max_model_len,
+        clock=clock,
+        sink=sink,
+        num_host_blocks=info.num_host_blocks,
+        bounded_groups=info.bounded_groups,
+        cache_keys=keys,
+        connector=connector,
+        cache_listener=kv_events or NO_LISTENER,
+    )
 
 
 def _make_worker(
@@ -250,9 +280,22 @@ def _make_executor(config: EngineConfig, info: WorkerInfo, worker: Worker, store
     return LocalExecutor(worker, store, num_threads=num_load_threads(config.kv_transfer), mode=mode)
 
 
-def _stats(store: TieredStore | None, worker: Worker) -> EngineStats:
+def _open_kv_events(config: KVEventsConfig, failing: contextlib.ExitStack) -> KVEventLog | None:
+    if not config.is_active:
+        return None
+    try:
+        from octavo.kv_events import KVEventLog, KVEventPublisher  # noqa: PLC0415 - needs octavo[server]
+    except ImportError as error:
+        raise ConfigError(f"kv_events_config needs the package {error.name}: pip install 'octavo[server]'") from None
+    log = KVEventLog(KVEventPublisher(config, KVEventFigures()))
+    failing.callback(log.close)
+    return log
+
+
+def _stats(store: TieredStore | None, worker: Worker, kv_events: KVEventLog | None) -> EngineStats:
     tally = worker.runner.expert_tally
     stats = EngineStats(expert_tokens=None if tally is None else tally.tokens)
+    stats.kv_events = None if kv_events is None else kv_events.figures
     if store is not None:
         stats.kv_stores = store.figures
         stats.tiers |= {name: KVTierFigures() for name in store.figures}

@@ -17,6 +17,7 @@ from octavo.config import (
     CacheConfig,
     DeviceConfig,
     EngineConfig,
+    KVEventsConfig,
     KVTransferConfig,
     ModelConfig,
     SchedulerConfig,
@@ -62,6 +63,7 @@ class LLMEngine(Engine):
         device_config: DeviceConfig | None = None,
         speculative_config: SpeculativeConfig | None = None,
         kv_transfer_config: KVTransferConfig | None = None,
+        kv_events_config: KVEventsConfig | None = None,
         kv_store: StoreFactory | None = None,
         sink: EventSink | None = None,
         progress: Callable[[int, int], None] | None = None,
@@ -77,6 +79,7 @@ class LLMEngine(Engine):
             device=device_config or DeviceConfig(device=device),
             speculative=speculative_config or SpeculativeConfig(),
             kv_transfer=kv_transfer_config or KVTransferConfig(),
+            kv_events=kv_events_config or KVEventsConfig(),
         )
         built = build_engine(config, sink=sink, progress=progress, kv_store=kv_store)
         super().__init__(built.client, built.input_processor, built.output_processor, built.clock)
@@ -154,6 +157,7 @@ class LLM:
       kv_disk_dir: directory of a store, which processes may share. kv_disk_bytes: its maximum size.
       kv_mooncake: address of a Mooncake master.
       kv_transfer_config: a `KVTransferConfig` or a mapping, instead of the three options above.
+      kv_events_config: a `KVEventsConfig` or a mapping, to publish the prefix cache's contents. Needs octavo[server].
 
     Speculation and the device
       speculative_config: a `SpeculativeConfig`, or a mapping such as {"method": "none"}.
@@ -201,6 +205,7 @@ class LLM:
         kv_disk_bytes: int | None = None,
         kv_mooncake: str | None = None,
         kv_transfer_config: KVTransferConfig | Mapping[str, Any] | None = None,
+        kv_events_config: KVEventsConfig | Mapping[str, Any] | None = None,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
         **others: Any,
     ) -> None:
@@ -255,6 +260,7 @@ class LLM:
                     disk_bytes=kv_disk_bytes,
                     mooncake=kv_mooncake,
                 ),
+                kv_events_config=KVEventsConfig.parse(kv_events_config),
                 progress=progress,
             )
 

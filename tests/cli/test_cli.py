@@ -27,12 +27,13 @@ from octavo.cli import Octavo, app
 from octavo.cli.chat import _read_line
 from octavo.cli.command import LazyCommand
 from octavo.cli.config_options import parse_size
-from octavo.cli.engine_options import EngineOptions, parse_speculative
+from octavo.cli.engine_options import EngineOptions, parse_kv_events, parse_speculative
 from octavo.cli.listen_options import PACKAGES
 from octavo.cli.workloads import make_workloads, read_workloads
 from octavo.config import (
     CacheConfig,
     DeviceConfig,
+    KVEventsConfig,
     ModelConfig,
     SchedulerConfig,
     SchedulingPolicy,
@@ -251,9 +252,11 @@ def test_engine_options_set_config_fields() -> None:
         kv_cache_memory_bytes=5,
         enable_prefix_caching=False,
         speculative_config=parse_speculative('{"method": "ngram", "num_speculative_tokens": 3}'),
+        kv_events_config=parse_kv_events('{"topic": "kv"}'),
     )
     config = options.config()
     assert config.speculative == SpeculativeConfig(method="ngram", num_speculative_tokens=3)
+    assert config.kv_events == KVEventsConfig(topic="kv")
     assert config.model.model == config.model.served_model_name == "some/model"
     assert config.scheduler.resolved().max_num_batched_tokens == 1000
     assert config.scheduler.policy is SchedulingPolicy.PRIORITY
@@ -299,6 +302,8 @@ def test_parse_size_accepts_decimal_and_binary_units(text: str, size: int) -> No
         ["generate", "--speculative-config", "ngram", "--prompt", "a"],
         ["generate", "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 0}', "--prompt", "a"],
         ["generate", "--speculative-config", '{"method": "ngram"}', "--num-speculative-tokens", "3", "--prompt", "a"],
+        ["generate", "--kv-events-config", "zmq", "--prompt", "a"],
+        ["generate", "--kv-events-config", '{"port": 5557}', "--prompt", "a"],
         ["generate", "--prompts-file", "/there/is/no/such/file"],
         ["generate", "one", "--model", "two", "--prompt", "a"],
         ["generate"],

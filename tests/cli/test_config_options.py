@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # Fields without an option, with the reason.
 INTERNAL: dict[type, set[str]] = {
-    EngineConfig: {"model", "cache", "scheduler", "device", "speculative", "kv_transfer"},  # its parts
+    EngineConfig: {"model", "cache", "scheduler", "device", "speculative", "kv_transfer", "kv_events"},  # its parts
     ModelConfig: {
         "model",  # from MODEL or --model, with a precedence
         "served_model_name",  # derived from the model

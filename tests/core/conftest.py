@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from octavo.config import CacheConfig, SchedulerConfig
+from octavo.core.kv.cache_listener import NO_LISTENER, CacheListener
 from octavo.core.scheduler import Scheduler
 from octavo.data.events import EventLog
 from octavo.data.kv_groups import KVGroupSpec, RecurrentStates, SlidingWindow
@@ -51,6 +52,7 @@ class Core:
         num_host_states: int = 0,
         state_checkpoint_interval: int | None = None,
         connector: Any = None,
+        cache_listener: CacheListener = NO_LISTENER,
         clock: Callable[[], float] | None = None,
         **scheduler_options: Any,
     ) -> None:
@@ -75,6 +77,7 @@ class Core:
             num_host_blocks=num_host_blocks,
             bounded_groups=[*windows, *states],
             connector=connector,
+            cache_listener=cache_listener,
         )
         self.answers: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}

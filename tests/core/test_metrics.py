@@ -125,6 +125,8 @@ def test_metrics_agree_with_scheduler_after_every_step(make_core, seed):
         read = len(core.log.events)
         assert metrics.stats.num_requests_running == len(core.scheduler.running)
         assert metrics.stats.num_requests_waiting == len(core.scheduler.requests) - len(core.scheduler.running)
+        waiting = [each for each in core.scheduler.requests.values() if each not in core.scheduler.running]
+        assert metrics.stats.num_waiting_tokens == sum(each.num_prompt_tokens for each in waiting)
     stats, of_type = metrics.stats, core.log.of_type
     queries, completed = of_type(events.PrefixCacheQueried), of_type(events.StepCompleted)
     assert stats.num_preemptions == len(of_type(events.RequestPreempted)) > 0

@@ -162,10 +162,11 @@ class TestRoom:
         assert transfers._num_fitting([part != NO_BLOCK for part in parts]) == expected
 
     def test_saves_in_flight_count_against_both_limits(self, transfers):
-        transfers._saving, transfers._saving_in_part = set(range(8)), set(range(20, 27))
+        transfers._saving.start(range(8))
+        transfers._saving_in_part.start(range(20, 27))
         assert transfers._num_fitting([False] * 20) == 10
         assert transfers._num_fitting([True] * 20) == 4
-        transfers._saving = set(range(30))  # a handover has no limit
+        transfers._saving.start(range(30))  # a handover has no limit
         assert transfers._num_fitting([False] * 20) == 0
         assert transfers._num_fitting([True] * 20) == 0
 
@@ -174,16 +175,17 @@ class TestRoom:
     )
     def test_store_is_queried_while_limits_allow_partial_save(self, transfers, num_in_full, num_in_part, is_asked):
         """Blocks that the store has completely may precede blocks saved in part. Handovers have no limit."""
+        transfers._saving.start(range(num_in_full))
+        transfers._saving_in_part.start(range(100, 100 + num_in_part))
         for name, params in (("a", None), ("b", donor_params("b"))):
             request = Request(name, list(range(9)), SamplingParams(), kv_transfer_params=params)
             transfers._manager.add_tables(request)
             transfers._manager.allocate_slots(request, 8)
             request.num_computed_tokens = 8
             transfers._manager.commit(request)
-            transfers._saving, transfers._saving_in_part = set(range(num_in_full)), set(range(100, 100 + num_in_part))
             asked = []
             transfers._connector.keys_to_save = lambda keys, asked=asked, **_: asked.append(keys) or set()
-            transfers._offer_all(request)
+            transfers.offer(request)
             assert bool(asked) == (is_asked or params is not None)
 
 
@@ -206,7 +208,7 @@ def test_delayed_save_omits_window_part_lost_while_waiting(make_core):
     store.run(core)
     assert store.num_found(request) == (64, 64)
     assert store.in_part == {request.block_hashes[18]}
-    assert transfers._saving == transfers._saving_in_part == set()
+    assert (len(transfers._saving), len(transfers._saving_in_part)) == (0, 0)
 
 
 class TestSavedInPart:
@@ -255,8 +257,8 @@ class TestSavedInPart:
         transfers = core.scheduler.transfers
         in_part = core.log.of_type(events.KVSaveStarted)[-2]
         transfers.end(EndedTransfer(in_part.transfer_id, 10))
-        assert transfers._saving_in_part == set()
-        assert transfers._saving == set(request.block_hashes[2:5])
+        assert len(transfers._saving_in_part) == 0
+        assert transfers._saving.lacking(request.block_hashes) == {*request.block_hashes} - {*request.block_hashes[2:5]}
         assert invariants.check(core.scheduler) == []
 
 

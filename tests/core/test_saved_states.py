@@ -12,7 +12,9 @@ from octavo.core.save_plan import hit_with_state, most_saved_states, states_to_s
 from octavo.core.transfer_scheduler import KVTransferScheduler
 from octavo.data.events import NullSink
 from octavo.data.kv_groups import KVGroupSpec, RecurrentStates
+from octavo.data.kv_tiers import EndedTransfer
 from octavo.data.kv_transfer_params import KVTransferParams
+from octavo.data.model_output import ModelOutput
 from octavo.data.request import Request
 from octavo.sampling_params import SamplingParams
 
@@ -77,6 +79,10 @@ def test_checkpoint_of_equal_block_is_found(manager):
 def test_model_without_states_saves_none():
     manager = KVCacheManager(32, SIZE)
     request = Request("a", list(range(9)), SamplingParams())
+    manager.add_tables(request)
+    manager.allocate_slots(request, 9)
+    request.num_computed_tokens = 9
+    assert manager.commit(request) == []
     assert states_to_save(manager, request, range(2), Stored()) == {}
     assert manager.most_loaded_tokens(8) == 8
 
@@ -174,13 +180,25 @@ def test_loaded_state_is_not_copied_without_a_free_slot():
 
 
 class Connector(Stored):
-    """A store that lacks all blocks and states."""
+    """A store that lacks all blocks and states, and finds none."""
 
     name = "store"
 
     def __init__(self):
         super().__init__()
         self.orders = []
+
+    def request_added(self, request):
+        pass
+
+    def request_finished(self, request, block_ids):
+        pass
+
+    def transfer_ended(self, transfer, num_blocks):
+        pass
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        return 0
 
     def keys_to_save(self, keys, *, only_first_group=False):
         del only_first_group
@@ -219,6 +237,81 @@ def test_states_within_the_limit_are_all_saved(offering):
     transfers.offer(request)
     slots = [manager.checkpoints.slot_after(block) for block in request.sequence.block_table[:2]]
     assert [order.states for order in connector.orders] == [dict(enumerate(slots))]
+
+
+def test_states_saved_after_their_blocks_were_offered_are_offered_with_them(offering):
+    manager, connector, transfers = offering
+    request = Request("a", list(range(14)), SamplingParams())
+    manager.add_tables(request)
+    manager.allocate_slots(request, 14)
+    request.num_computed_tokens = 14
+    transfers.offer(request, manager.commit(request))
+    manager.checkpoints.plan(request, 14)
+    saved = manager.commit(request)
+    assert saved == [1, 2, 3]
+    transfers.offer(request, saved)
+    slots = [manager.checkpoints.slot_after(block) for block in request.sequence.block_table[:3]]
+    assert [(order.keys, order.states) for order in connector.orders] == [
+        (request.block_hashes, {}),
+        (request.block_hashes, dict(enumerate(slots))),
+    ]
+    transfers.offer(request)
+    assert len(connector.orders) == 2
+    for index, order in enumerate(connector.orders):
+        assert len(transfers._saving) == 6 - 3 * index
+        assert transfers._saving.lacking(request.block_hashes) == set()
+        transfers.end(EndedTransfer(order.transfer_id, 3))
+    assert len(transfers._saving) == 0
+
+
+def test_states_of_offered_blocks_wait_until_the_limits_allow_their_save(offering):
+    manager, connector, transfers = offering
+    most_pinned, transfers._most_pinned = transfers._most_pinned, 0
+    request = Request("a", list(range(14)), SamplingParams())
+    manager.add_tables(request)
+    manager.allocate_slots(request, 14)
+    transfers._num_offered["a"] = 2
+    manager.checkpoints.plan(request, 14)
+    request.num_computed_tokens = 14
+    transfers.offer(request, manager.commit(request))
+    assert connector.orders == []
+    transfers._most_pinned = most_pinned
+    transfers.request_finished(request)
+    assert [list(order.states) for order in connector.orders] == [[0, 1, 2]]
+
+
+def test_request_that_computes_offered_blocks_again_offers_only_computed_ones(offering):
+    manager, connector, transfers = offering
+    request = Request("a", list(range(14)), SamplingParams())
+    manager.add_tables(request)
+    manager.allocate_slots(request, 8)
+    transfers._num_offered["a"] = 3
+    manager.checkpoints.plan(request, 8)
+    request.num_computed_tokens = 8
+    transfers.offer(request, manager.commit(request))
+    assert [(order.keys, list(order.states)) for order in connector.orders] == [(request.block_hashes[:2], [0, 1])]
+
+
+def test_state_after_accepted_drafts_is_offered_after_its_step(make_core):
+    """The state is computed one step after the block, because it may not include rejected drafts."""
+    connector = Connector()
+    core = make_core(num_state_slots=8, max_num_seqs=2, connector=connector)
+    request = core.add("a", 11, max_tokens=60)
+    core.step()
+    late = []
+    while not request.is_finished:
+        core.guess({"a": [7, 7, 7]})
+        scheduled, num_orders = core.scheduler.schedule(), len(connector.orders)
+        drafts = scheduled.scheduled_spec_decode_tokens.get("a", [])
+        core.scheduler.update_from_output(scheduled, ModelOutput(scheduled.step, {"a": [*drafts, 7]}))
+        for order in connector.orders[num_orders:]:
+            late += [order.keys[index] for index in order.states if order.keys[index] in earlier_keys(connector, order)]
+    assert late == [request.block_hashes[9]]
+
+
+def earlier_keys(connector, order):
+    """Return the keys of the orders before this one."""
+    return {key for each in connector.orders if each.transfer_id < order.transfer_id for key in each.keys}
 
 
 def test_handover_saves_the_last_block_of_a_hit_with_its_state(offering):

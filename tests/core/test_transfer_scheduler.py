@@ -469,7 +469,7 @@ def test_blocks_in_save_of_another_request_are_not_counted_as_dropped(made):
     made.transfers.request_finished(same)
     assert dropped(made) == []
     in_part = made.commit("b", 9)
-    made.transfers._saving_in_part.update(in_part.block_hashes)
+    made.transfers._saving_in_part.start(in_part.block_hashes)
     made.transfers.request_finished(in_part)
     assert dropped(made) == []
 

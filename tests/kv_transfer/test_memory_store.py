@@ -137,15 +137,37 @@ def test_transfer_completion_is_reported_once_and_forgotten():
     assert not pool._complete
 
 
-def test_transfer_after_wait_timeout_keeps_no_state():
+@pytest.fixture
+def slow():
+    """A pool with a transfer that has not ended, and the function that ends it."""
     pool, entered, release = GlobalKVPool(), threading.Event(), threading.Event()
     pool.async_transfer("slow", [], "b", lambda *_, **__: (entered.set(), release.wait()))
     assert entered.wait(10)
-    assert not pool.wait_for_transfer("slow", 0.01)
+    yield pool, release.set
     release.set()
+
+
+def test_end_of_transfer_is_reported_after_a_timeout(slow):
+    pool, end = slow
+    assert not pool.wait_for_transfer("slow", 0.01)
+    end()
+    assert pool.wait_for_transfer("slow", 10)
+    assert not pool.is_transfer_complete("slow")
+    assert (pool._open, pool._complete) == (set(), set())
+
+
+def test_end_of_forgotten_transfer_is_not_recorded(slow):
+    pool, end = slow
+    pool.forget_transfer("slow")
+    end()
     transferred(pool, [], name="next")
     assert pool.wait_for_transfer("next", 10)
     assert (pool._open, pool._complete) == (set(), set())
+    transferred(pool, [], name="ended")
+    with pool._ended:
+        assert pool._ended.wait_for(lambda: "ended" in pool._complete, 10)
+    pool.forget_transfer("ended")
+    assert not pool.is_transfer_complete("ended")
 
 
 def test_concurrent_threads_keep_counts_consistent():
@@ -224,6 +246,7 @@ def test_transfer_timeout_raises_store_error():
     with pytest.raises(StoreError, match=r"did not transfer 1 blocks within 0.01 s"):
         store.load(KEYS[:1], buffers(1))
     assert store.stats().num_errors == 1
+    assert pool._open == {"before"}
     release.set()
 
 

@@ -260,6 +260,8 @@ ALTERATIONS = {
     "routed_scale": lambda model: with_config(model, routed_scaling_factor=4.0),
     "score_scale": lambda model: with_attribute(model, "scaling", lambda scale: scale / 1.2),
     "shared_experts": lambda model: with_weights(model, ("shared_experts.down_proj.weight",), torch.zeros_like),
+    "latents": lambda model: with_weights(model, ("fc1_latent_proj.weight",), lambda p: p.roll(1)),
+    "bias_after_latents": lambda model: with_weights(model, ("fc2_latent_proj.bias",), torch.zeros_like),
     "latent_norm": lambda model: with_weights(model, ("kv_a_layernorm.weight",), lambda p: p.roll(1)),
     "head_keys": lambda model: with_weights(model, ("kv_b_proj.weight",), lambda p: p.roll(1, 0)),
     "bias_of_latents": lambda model: with_weights(model, ("kv_a_proj_with_mqa.bias",), torch.zeros_like),

@@ -47,6 +47,7 @@ CONFIGS = {name: BY_NAME[name].full_config for name in (
     "gemma4-heads-of-512", "gemma4-shared-kv-double-wide", "gemma4-3-of-7-experts",
     "granite-4-h-3-of-7-experts", "granite-4-h-dense-tied-groups-biases",
     "nemotron-h-wide-heads", "nemotron-h-neighbours-of-one-kind-biases", "nemotron-3-3-of-8-experts-in-groups",
+    "nemotron-3-latents-3-of-8-experts-biases",
     "gemma4-one-expert-shared-kv-embeddings", "lfm2-7-layers-3-per-kv", "lfm2-adjusted-mlp-tied-layers-listed",
     "lfm2-old-style-attention-first", "lfm2-moe-3-of-7", "lfm2-moe-5-of-12-head-80",
     "qwen3_5-5-layers-2-values-per-key", "qwen3_5-short-conv-tied",
@@ -69,6 +70,8 @@ CONFIGS["gemma2-window-tied"] |= {"query_pre_attn_scalar": 32}  # files have no 
 for name in ("lfm2-moe-3-of-7", "lfm2-moe-5-of-12-head-80"):
     CONFIGS[name]["tie_word_embeddings"] = True  # its files have no other head
 CONFIGS |= {
+    "granite-4-experts-without-mamba": tiny_config("GraniteMoeHybridForCausalLM", **heads(112, 7, 1, 16)) | {
+        "layer_types": ["full_attention"] * 2, "position_embedding_type": "rope", "mlp_is_fused": False},
     "qwen3-next-of-2025": CONFIGS["qwen3-next-3-of-7-2-values-per-key"] | {"delta_inputs_are_joined": True},
     "gemma3-scaled": tiny_config("Gemma3ForCausalLM", **heads(192, 6, 2, 32), **TIED | {"num_hidden_layers": 7})
     | _GEMMA3 | {"layer_types": None},
@@ -89,6 +92,8 @@ def config_of(file):
 def architecture_in_file(config):
     name = config["architectures"][0].removesuffix("ForCausalLM")
     has_experts = "moe" in config.get("layers_block_type", ())
+    if name == "GraniteMoeHybrid" and {*config["layer_types"]} == {"full_attention"}:
+        return "granitemoe"
     return ARCHITECTURES[name] + ("_moe" if name == "NemotronH" and has_experts else "")
 
 
@@ -139,6 +144,7 @@ def converted(config):
 def stored_name(names, name):
     """Return llama.cpp's name of a tensor; of an expert's matrix the one that octavo gives its part of the tensor."""
     name = name.replace(".mamba.decay", ".mamba.A_log").replace(".mamba.dt_bias", ".mamba.dt_proj.bias")
+    name = re.sub(r"^model(\.layers\.\d+\.)mlp\.(?=fc[12]_latent_proj)", r"backbone\1mixer.", name)
     if match := re.fullmatch(r"(.*\.mlp\.experts\.)(\d+)\.(.*)\.(weight|bias)", name):
         whole = names.get_name(match[1] + match[3]) or f"blk.{name.split('.')[2]}.ffn_{match[3][:-5]}_exps"
         return f"{whole}.{match[2]}.{match[4]}"
@@ -152,7 +158,8 @@ def stored_name(names, name):
     if name.endswith((".sinks", ".layer_scalar")):
         return f"{names.get_name(name)}.weight"
     found = delta_net_gguf.stored_name(names, name)
-    return found or names.get_name(name.replace("model.norm.", "model.embedding_norm."), (".weight",))  # of LFM2
+    found = found or names.get_name(name.replace("model.norm.", "model.embedding_norm."), (".weight",))  # of LFM2
+    return found or names.get_name(name.replace(".mlp.", ".mlp.shared_expert."), (".weight",))  # of Granite 4
 
 
 def own_keys(name, config, rope):  # noqa: C901, PLR0911, PLR0912 - a case for each family
@@ -193,7 +200,7 @@ def own_keys(name, config, rope):  # noqa: C901, PLR0911, PLR0912 - a case for e
             return granite_keys(config) | {
                 "attention.head_count_kv": [config["num_key_value_heads"] * each for each in is_full],
                 "expert_shared_feed_forward_length": config["shared_intermediate_size"],
-                "rope.scaling.finetuned": False,
+                "rope.scaling.finetuned": all(is_full),
                 "ssm.conv_kernel": config["mamba_d_conv"],
                 "ssm.state_size": config["mamba_d_state"],
                 "ssm.group_count": config["mamba_n_groups"],
@@ -297,6 +304,7 @@ def nemotron_keys(config):
         "expert_feed_forward_length": config["moe_intermediate_size"],
         "expert_shared_feed_forward_length": config["moe_shared_expert_intermediate_size"],
         "expert_shared_count": 1,
+        **({"moe_latent_size": config["moe_latent_size"]} if "moe_latent_size" in config else {}),
         "expert_weights_norm": True,
         "expert_weights_scale": config["routed_scaling_factor"],
         "expert_group_count": config["n_group"],

@@ -42,7 +42,7 @@ def read(name, **changes):
         (NEMOTRON, {"mamba_head_dim": 8}, "mamba_head_dim = 8: must be a multiple of 16"),
         (NEMOTRON, {"mlp_hidden_act": "silu"}, "octavo computes relu2 only"),
         (NEMOTRON, {"mamba_hidden_act": "gelu"}, "octavo computes Mamba-2 with silu only"),
-        (NEMOTRON, {"moe_latent_size": 32}, "experts with a latent input yet"),
+        (NEMOTRON, {"moe_latent_size": 0}, "moe_latent_size = 0: must be an integer from 1"),
         (NEMOTRON, {"block_configs": [{"block_type": "moe"}]}, "octavo does not support this"),
         (NEMOTRON, {"hybrid_override_pattern": "ME-M"}, "octavo needs at least one layer of attention"),
         (NEMOTRON, {"hybrid_override_pattern": "ME*"}, "must name the kind of each of num_hidden_layers layers"),

@@ -281,10 +281,17 @@ def test_text_logits_equal_transformers_multimodal_model(name, tmp_path, prompt_
     assert (ours - expected).abs().max() < 2e-5 * expected.abs().max()
 
 
-def test_layers_of_multi_token_prediction_are_not_loaded(tmp_path, caplog):
-    """Qwen3.5 stores them after the other layers."""
-    path = write_checkpoint(tmp_path / "model", tiny_config("Qwen3_5ForCausalLM"))
-    tensors = load_file(path / "model.safetensors") | {"mtp.fc.weight": torch.zeros(64, 128)}
+@pytest.mark.parametrize(
+    ("family", "extra"),
+    [
+        ("Qwen3_5ForCausalLM", "mtp.fc.weight"),
+        ("NemotronHForCausalLM", "mtp.layers.1.mixer.experts.0.up_proj.weight"),
+    ],
+)
+def test_layers_of_multi_token_prediction_are_not_loaded(family, extra, tmp_path, caplog):
+    """Both families store them after the other layers."""
+    path = write_checkpoint(tmp_path / "model", tiny_config(family))
+    tensors = load_file(path / "model.safetensors") | {extra: torch.zeros(64, 128)}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     with caplog.at_level("INFO"):
         FolderWeights(path).open().check(read_architecture(path).stored_tensors())

@@ -377,6 +377,16 @@ MORE_CASES = (
         ("decay", "taps", "least_step", "experts", "router", "up_projection", "normalizing"),
     ),
     Case(
+        "nemotron-3-latents-3-of-8-experts-biases",
+        "NemotronH",
+        0,
+        heads(112, 7, 1, 16)
+        | pattern("", 4, 32, 24, 2)
+        | {"layers_block_type": ["mamba", "moe", "attention", "moe"], "moe_latent_size": 40, "mlp_bias": True}
+        | {"num_hidden_layers": 4, "n_group": 2, "topk_group": 1},
+        (*MAMBA, "experts", "router", "shared_experts", "choice_bias", "latents", "bias_after_latents"),
+    ),
+    Case(
         "granite-4-without-mamba-rope",
         "GraniteMoeHybrid",
         0,

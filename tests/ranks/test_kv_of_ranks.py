@@ -134,7 +134,7 @@ class Ranks:
             shares[0].kv_layout, num_blocks=[5], block_size=4, dtype=torch.bfloat16, device=torch.device("cpu")
         )
         self.memory = shared_kv.create_kv_memory()
-        own = self.memory, shares[1].kv_layout, [5], 4, "bfloat16"
+        own = self.memory, shares[1].kv_layout, [5], 4, "bfloat16", "bfloat16"
         self.rank, self.seen = SharedKV.of(*own), SharedKV.of(*own)
         self.num_steps, self.error, self.timeout_s, self.dead = 0, None, 60.0, []
         self.blocks = BlocksOfRanks(shares[0], self.cache, [self.seen], self)

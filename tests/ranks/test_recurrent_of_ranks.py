@@ -46,6 +46,7 @@ MODELS = {
     "convolutions and experts": (MIXTURE, {}),
     "a norm over the heads of all ranks": (GRANITE, {"mamba_proj_bias": True}),
     "groups with own norms": (NEMOTRON, {"n_groups": 4, "use_bias": True, "mlp_bias": True}),
+    "latent inputs of experts": (NEMOTRON, {"moe_latent_size": 72, "mlp_bias": True}),
     "groups that do not divide evenly": (NEMOTRON, {"n_groups": 5, "mamba_num_heads": 10}),
     "ranks with the same group": (NEMOTRON, {"n_groups": 1, "mamba_num_heads": 10}),
     "gated delta nets and experts": ("Qwen3_5MoeForCausalLM", {}),
@@ -86,7 +87,8 @@ def test_ranks_of_recurrent_models_give_tokens_of_one_process(model, number_form
 @pytest.mark.parametrize("family", [MIXTURE, "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM", GRANITE, NEMOTRON])
 def test_ranks_of_recurrent_models_with_own_experts_give_tokens_of_one_process(family, number_format, tmp_path):
     key = {GRANITE: "num_local_experts", NEMOTRON: "n_routed_experts"}.get(family, "num_experts")
-    path, options = write(tmp_path, family, **{key: 7}), FORMATS[number_format]
+    latents = {"moe_latent_size": 72} if family == NEMOTRON else {}
+    path, options = write(tmp_path, family, **{key: 7}, **latents), FORMATS[number_format]
     expected = results(path, 1, **options)
     for count in (2, 4):
         assert results(path, count, enable_expert_parallel=True, **options) == expected, count

@@ -314,6 +314,8 @@ def test_drafts_of_ranks_do_not_change_tokens(tmp_path):
         ("Gemma3ForCausalLM", {}, {}),
         ("DeepseekV3ForCausalLM", {}, {}),
         ("Qwen3MoeForCausalLM", {}, {"enable_expert_parallel": True}),
+        ("Qwen3_5ForCausalLM", {}, {}),
+        ("NemotronHForCausalLM", {}, {}),
     ],
 )
 def test_ranks_draft_with_the_quantized_model_as_one_process_does(family, options, of_ranks, tmp_path):

@@ -1,4 +1,4 @@
-"""Routers with the policy cache_aware, engines with simulated caches, and the conversations of benchmarks/routing.py."""
+"""Routers with the policy cache_aware, simulated caches of engines, and the conversations of benchmarks/routing.py."""
 
 from __future__ import annotations
 

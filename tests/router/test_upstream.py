@@ -234,6 +234,17 @@ def test_hop_by_hop_headers_are_not_forwarded():
     assert _headers(scope_of(client=None), "id") == [(b"x-request-id", b"id")]
 
 
+def test_engines_of_one_router_get_its_key_instead_of_clients():
+    headers = [(b"authorization", b"Bearer theirs"), (b"x-api-key", b"theirs"), (b"x-other", b"2")]
+    scope = scope_of(headers=headers, client=None)
+    assert _headers(scope, "id", "own") == [
+        (b"x-other", b"2"),
+        (b"authorization", b"Bearer own"),
+        (b"x-request-id", b"id"),
+    ]
+    assert _headers(scope, "id") == [*headers, (b"x-request-id", b"id")]
+
+
 @pytest.mark.parametrize(
     ("error", "is_own", "is_refused"),
     [

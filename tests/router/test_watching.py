@@ -437,3 +437,27 @@ def test_removed_engine_loses_its_idle_connections_after_its_last_request():
 
     closed = []
     run_virtually(work)
+
+
+def test_engines_of_launcher_come_and_go():
+    class ComingLauncher(Launcher):
+        found = ("http://a",)
+
+        async def urls(self):
+            return list(self.found)
+
+    async def work(_now):
+        pool, launcher = EnginePool(create_policy(CONFIG)), ComingLauncher()
+        watch = EngineWatch(pool, MadeUpUpstream(), CONFIG, launcher)
+        watch.start()
+        await asyncio.sleep(0.1)
+        assert list(pool.engines) == [URL, "http://a"]
+        launcher.found = ("http://b", "http://a")
+        await asyncio.sleep(CONFIG.health_interval_s)
+        assert list(pool.engines) == [URL, "http://a", "http://b"]
+        launcher.found = ()
+        await asyncio.sleep(CONFIG.health_interval_s)
+        assert list(pool.engines) == [URL]
+        await watch.stop()
+
+    run_virtually(work)

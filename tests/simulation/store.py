@@ -130,6 +130,7 @@ class SimulatedStore:
         self.num_handed_over = 0
         self.num_parts = Counter[str]()  # blocks with the first group only that were saved, and loaded
         self.num_states = Counter[str]()  # states that were saved, and loaded
+        self.offered_states: set[bytes] = set()  # keys of their blocks
         self.has_states = any(isinstance(kind, RecurrentStates) for kind in worker.kinds)
         self.kinds = worker.kinds[:-1] if self.has_states else worker.kinds  # of groups with blocks of tokens
         self.num_groups = 1 + len(self.kinds)
@@ -268,6 +269,7 @@ class SimulatedStore:
 
     def states_to_save(self, keys: Sequence[bytes]) -> set[bytes]:
         """Want most of the states that are not stored."""
+        self.offered_states.update(keys)
         lacking = (key for key in keys if self.rate and key_of_state(key) not in self.records)
         return {key for key in lacking if self.rng.random() < 0.8}
 

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from cache_mirror import CacheMirror
 
 from octavo.core.kv.host_block_pool import HostBlock, HostBlockPool
 from octavo.core.kv.manager import KVCacheManager
@@ -100,6 +101,7 @@ def believe_a_step_that_failed(patch: pytest.MonkeyPatch) -> None:
 def keep_what_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     """New weights keep the content of host memory, and are not part of hashes."""
     patch.setattr(HostBlockPool, "reset", lambda _self: None)
+    patch.setattr(CacheMirror, "cleared", lambda self: self.device.clear())  # wrong tokens must show the fault
     advance = KVCacheManager.advance_weights_epoch
 
     def unnamed(self):

@@ -61,15 +61,15 @@ def believe_everything(patch: pytest.MonkeyPatch) -> None:
 def release_what_is_saved(patch: pytest.MonkeyPatch) -> None:
     """Blocks are reused while they are being read, which takes several steps."""
     patch.setattr(SimulatedStore, "max_steps", 20)
-    offer = KVTransferScheduler._offer_all
+    offer = KVTransferScheduler._offer
 
-    def careless(self, request):
-        offer(self, request)
+    def careless(self, request, end):
+        offer(self, request, end)
         for order in self._orders:
             if order.request_id is None:
                 self._manager.unpin(order.transfer_id)
 
-    patch.setattr(KVTransferScheduler, "_offer_all", careless)
+    patch.setattr(KVTransferScheduler, "_offer", careless)
 
 
 def release_what_is_cancelled(patch: pytest.MonkeyPatch) -> None:
@@ -281,6 +281,12 @@ def release_saved_states(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVCacheManager, "pin", lambda self, transfer_id, block_ids, _=(): pin(self, transfer_id, block_ids))
 
 
+def offer_states_once(patch: pytest.MonkeyPatch) -> None:
+    """A state that is saved after its block was offered is never offered."""
+    offer = KVTransferScheduler.offer
+    patch.setattr(KVTransferScheduler, "offer", lambda self, request, _saved_states: offer(self, request))
+
+
 @pytest.mark.turn(8)
 def test_worlds_with_stored_states_load_states():
     assert run_states(10) > 20
@@ -298,10 +304,11 @@ def test_worlds_with_stored_states_load_states():
         keep_loaded_states_at_once,
         go_on_without_states,
         release_saved_states,
+        offer_states_once,
     ],
     ids=[
         "no checksum", "a part is the whole", "another state", "last token twice", "saved what was loaded",
-        "kept at once", "no state", "unpinned state",
+        "kept at once", "no state", "unpinned state", "offered once",
     ],
 )  # fmt: skip
 def test_injected_fault_of_stored_states_is_detected(fault, monkeypatch):

@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from cache_mirror import CacheMirror
+
 from octavo.config import CacheConfig, SchedulerConfig
 from octavo.core import invariants
 from octavo.core.kv.block_hash import hash_block_tokens
@@ -397,12 +399,14 @@ class World:
         self.free = self.nothing_free
         self.is_giving_back = False
         self.ending: set[str] = set()
+        self.saved_states: list[events.CheckpointSaved] = []  # with the newest result
         self.forced: set[str] = set()
         self.admission_step = self.preemption_step = -1
         self.num_stalled = 0
         self.admitted: set[str] = set()
         self.had_seat = False
         self.blocked: tuple[str, WaitReason] | None = None
+        self.mirror = CacheMirror()
         self.scheduler = self._make_scheduler()
         self.last: tuple[SchedulerOutput, ModelOutput] | None = None
         self._watch_releases()
@@ -451,6 +455,7 @@ class World:
             clock=lambda: self.now,
             sink=self,
             connector=self.store,
+            cache_listener=self.mirror,
         )
         if c.hash_bits is not None:  # colliding hashes must not matter (CVE-2025-25183)
             chains, mask = scheduler.kv_cache_manager.prefix_cache.chains, (1 << c.hash_bits) - 1
@@ -669,8 +674,10 @@ class World:
             for request in self.scheduler.running
             if request.request_id not in scheduled.num_scheduled_tokens
         }
+        self.saved_states.clear()
         outputs = self.scheduler.update_from_output(scheduled, result)
         self.pipeline.steps.popleft()
+        self._check_saved_states()
         self._check_kept(result.draft_token_ids, before)
         self._check_miscounted(miscounted, outputs)
         self._check_postponed(places, outputs, result.draft_token_ids)
@@ -1061,6 +1068,8 @@ class World:
                     self.tracked[event.request_id].features.add("prefix")
             case events.BlockEvicted():
                 totals.evictions += 1
+            case events.CheckpointSaved():
+                self.saved_states.append(event)
             case events.CheckpointEvicted():
                 totals.state_evictions += 1
             case events.BlockOffloaded():
@@ -1073,6 +1082,19 @@ class World:
             case events.HostBlocksFound():
                 totals.host_hits += 1
                 self.tracked[event.request_id].features.add("host")
+
+    def _check_saved_states(self) -> None:
+        """Check that each saved state was offered to the store if its block was, unless it is being saved."""
+        manager, transfers = self.scheduler.kv_cache_manager, self.scheduler.transfers
+        for event in self.saved_states:
+            request = self.scheduler.requests.get(event.request_id)
+            index = event.num_tokens // self.config.block_size - 1
+            table = [] if request is None else request.sequence.block_table  # empty if it was preempted
+            if request is None or index >= min(transfers._num_offered.get(event.request_id, 0), len(table)):
+                continue
+            key, slot = request.block_hashes[index], manager.checkpoints.slot_after(table[index])
+            if slot is not None and key not in self.store.offered_states | transfers._saving_states:
+                raise SimulationError(f"the state after {event.num_tokens} tokens of {event.request_id} is not offered")
 
     def _check_dropped(self, event: events.KVSavesDropped) -> None:
         """Check that saves were dropped only because the limits on pinned or saved blocks were reached."""
@@ -1274,6 +1296,8 @@ class World:
         breaches = invariants.check(self.scheduler)
         if breaches:
             raise SimulationError("; ".join(f"invariant {each.invariant}: {each.message}" for each in breaches))
+        if mistakes := self.mirror.mistakes(self.scheduler.kv_cache_manager):
+            raise SimulationError("; ".join(mistakes))
 
     def _count(self, fault: str) -> None:
         self.totals.faults[fault] += 1

@@ -24,6 +24,7 @@ import gpu_transformers  # noqa: E402
 from triton_interpreter import interpreted_kernels  # noqa: E402
 
 from octavo.core import invariants  # noqa: E402
+from octavo.data.kv_groups import RecurrentStates  # noqa: E402
 from octavo.worker.kv_cache import PagedKVCache  # noqa: E402
 from octavo.worker.worker import Worker  # noqa: E402
 
@@ -143,29 +144,34 @@ def test_restart_stage_is_skipped_without_uvicorn(check, monkeypatch):
 
 @pytest.mark.turn(12)
 def test_swap_stage_gives_equal_tokens(check):
-    entry = found(check, gpu_memory.swap)["swapped"]
-    assert (entry["is_equal"], entry["is_right"]) == (True, True)
-    assert entry["saved_gb_per_s"] > 0
-    assert entry["loaded_gb_per_s"] > 0
+    entries = found(check, gpu_memory.swap)
+    assert list(entries) == ["swapped", "swapped with states"]
+    for entry in entries.values():
+        assert (entry["is_equal"], entry["is_right"]) == (True, True)
+        assert entry["saved_gb_per_s"] > 0
+        assert entry["loaded_gb_per_s"] > 0
 
 
 @pytest.mark.turn(12)
-def test_swap_stage_detects_corrupt_swapped_block(check, monkeypatch):
+@pytest.mark.parametrize("states", [False, True])
+def test_swap_stage_detects_corrupt_swapped_block(check, monkeypatch, states):
     copy = PagedKVCache.copy
 
     def broken(self, copies):
         moves = copy(self, copies)
         for group, _, block in copies.swap_in:
-            self.groups[group].blocks[block].mul_(-5)
+            if isinstance(self.groups[group].kind, RecurrentStates) == states:
+                self.groups[group].blocks[block].mul_(-5)
         return moves
 
     monkeypatch.setattr(PagedKVCache, "copy", broken)
-    assert not found(check, gpu_memory.swap)["swapped"]["is_equal"]
+    assert not found(check, gpu_memory.swap)["swapped with states" if states else "swapped"]["is_equal"]
 
 
 @pytest.mark.turn(8)
 def test_memory_stage_confirms_memory_plan(check):
-    assert found(check, gpu_memory.memory)["planned"]["is_right"]
+    entries = found(check, gpu_memory.memory)
+    assert [entry["is_right"] for entry in entries.values()] == [True, True]
     assert gpu_memory.is_near(102, 100)
     assert not gpu_memory.is_near(103, 100)
     assert not gpu_memory.is_near(97, 100)

@@ -79,6 +79,18 @@ def test_no_graphs_are_planned_if_disabled_or_unsupported(planned):
         DeviceConfig(max_cudagraph_capture_size=-1)
 
 
+def test_recurrent_layers_have_no_graphs(tmp_path, caplog):
+    checkpoint = write_checkpoint(tmp_path, tiny_config("Qwen3_5ForCausalLM"))
+    model = load_model(
+        FolderWeights(checkpoint), read_architecture(checkpoint), GraphKernels(), dtype="float32", device=CPU,
+        max_model_len=128,
+    )  # fmt: skip
+    caplog.set_level("INFO")
+    limits = {"num_rows": (1,), "max_num_seqs": 4, "max_model_len": 128, "block_size": 16}
+    assert make_decode_plan(model, DeviceConfig(), GPU, **limits) is None
+    assert "recurrent layers do not support them yet" in caplog.text
+
+
 @pytest.mark.parametrize(("family", "groups_per_layer"), [("Qwen3ForCausalLM", 0), ("MixtralForCausalLM", 2)])
 def test_graph_support_is_queried_with_experts(tmp_path, family, groups_per_layer):
     checkpoint, kernels = write_checkpoint(tmp_path, tiny_config(family)), GraphKernels(can_capture=False)

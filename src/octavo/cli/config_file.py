@@ -123,6 +123,7 @@ def _parts(server: ServerConfig, engine: EngineConfig) -> dict[str, Any]:
         "device": engine.device,
         "speculative": engine.speculative,
         "kv_transfer": engine.kv_transfer,
+        "kv_events": engine.kv_events,
     }
 
 

@@ -15,11 +15,13 @@ from octavo.config import (
     CacheConfig,
     DeviceConfig,
     EngineConfig,
+    KVEventsConfig,
     KVTransferConfig,
     ModelConfig,
     SchedulerConfig,
     SchedulingPolicy,
     SpeculativeConfig,
+    random_seed,
 )
 from octavo.errors import ConfigError
 
@@ -46,6 +48,16 @@ def parse_speculative(text: str | SpeculativeConfig) -> SpeculativeConfig:
         return text
     try:
         return SpeculativeConfig.parse(json.loads(text))
+    except (ValueError, ConfigError) as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def parse_kv_events(text: str | KVEventsConfig) -> KVEventsConfig:
+    """Parse JSON. Raises `typer.BadParameter`."""
+    if isinstance(text, KVEventsConfig):
+        return text
+    try:
+        return KVEventsConfig.parse(json.loads(text))
     except (ValueError, ConfigError) as error:
         raise typer.BadParameter(str(error)) from None
 
@@ -91,6 +103,19 @@ class EngineOptions:
             show_default=False,
         ),
     ] = None
+    kv_events_config: Annotated[
+        KVEventsConfig | None,
+        typer.Option(
+            metavar="JSON",
+            parser=parse_kv_events,
+            rich_help_panel=_PANELS[CacheConfig],
+            help="Publish changes of the prefix cache over ZMQ, for routers, as vLLM's JSON object: "
+            "enable_kv_cache_events, endpoint, replay_endpoint, topic, buffer_steps, hwm, max_queue_size. Use it in "
+            "private networks only: any client that can reach the endpoint can read the token ids of prompts. "
+            "Default: no events.",
+            show_default=False,
+        ),
+    ] = None
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
     async_scheduling: bool | None
@@ -133,7 +158,13 @@ class EngineOptions:
             device=read_part(self, DeviceConfig),
             speculative=self._speculative(),
             kv_transfer=read_part(self, KVTransferConfig),
+            kv_events=KVEventsConfig.parse(self.kv_events_config),
         )
+
+    def with_drawn_seed(self, context: typer.Context) -> Self:
+        """Return a copy with a random seed, or the same object if the user has given a seed."""
+        source = context.get_parameter_source("seed")
+        return replace(self, seed=random_seed()) if source is None or source.name == "DEFAULT" else self
 
     def with_limits(self, capacity: EngineCapacity) -> Self:
         """Return a copy with the limits of a started engine."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path  # noqa: TC003 - read at run time
 from typing import TYPE_CHECKING, Any
 
 from octavo.config.fields import QUANTIZATIONS, at_least, check_choices, choice, not_negative, option, within
+from octavo.config.kv_events import KVEventsConfig
 from octavo.config.kv_transfer import KVTransferConfig
 from octavo.config.speculative import SpeculativeConfig
 from octavo.config.step_defaults import CPU_DEFAULTS, GPU_DEFAULTS, STEP_DEFAULTS
@@ -25,6 +27,7 @@ DEFAULT_GROUP_SIZE = 32
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 _KV_CACHE_DTYPE_ALIASES = {"fp8_e4m3": "fp8"}
 DEFAULT_BLOCK_SIZE = 16
+_SEED_BITS = 53  # larger numbers are inexact in JavaScript
 LEAST_RANK_TIMEOUT_S = 0.1
 MOST_RANKS = 64  # csrc/ranks.h
 DEFAULT_MIXED_STEP_MS = 100.0
@@ -519,6 +522,7 @@ class EngineConfig:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     kv_transfer: KVTransferConfig = field(default_factory=KVTransferConfig)
+    kv_events: KVEventsConfig = field(default_factory=KVEventsConfig)
     record: Path | None = option(
         None,
         "Write every decision of the scheduler to FILE, without text, for octavo replay, explain and trace. "
@@ -531,6 +535,8 @@ class EngineConfig:
             raise ConfigError(
                 "kv_disk_dir, kv_mooncake and kv_direct need enable_prefix_caching: turn it on, or set none of them"
             )
+        if self.kv_events.is_active and not self.cache.enable_prefix_caching:
+            raise ConfigError("kv_events_config publishes the prefix cache, so it needs enable_prefix_caching")
         if self.scheduler.async_scheduling and self.speculative.is_requested:
             raise ConfigError(
                 "async_scheduling does not work with drafts, because they need the tokens of the previous step: turn "
@@ -572,6 +578,11 @@ class ModelInfo:
         if requested is None and self.pooling_problem is not None:
             raise RequestError(f"{self.pooling_problem}; the option --pooling overrides it")
         return self.pooling if requested is None else requested
+
+
+def random_seed() -> int:
+    """Return a seed for an engine of a server."""
+    return secrets.randbits(_SEED_BITS)
 
 
 def scheduling_policy(name: str) -> SchedulingPolicy:

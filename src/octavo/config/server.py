@@ -72,6 +72,7 @@ REASONING_PARSERS = (
 )
 REASONING_FIELDS = ("reasoning_content", "reasoning")
 EMBEDDING_POOLING = ("auto", *POOLING)
+METRICS_PREFIXES = ("octavo", "vllm", "both")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +122,12 @@ class ServerConfig(AccessConfig):
         "Send a span for each request to an OpenTelemetry collector, such as http://localhost:4318/v1/traces. "
         "Default: none.",
         unit="URL",
+    )
+    metrics_prefix: str = option(
+        "octavo",
+        "Prefix of the metrics that vLLM has, too. vllm: for schedulers and dashboards that read vLLM's names. Other "
+        "metrics always have the prefix octavo.",
+        choices=METRICS_PREFIXES,
     )
     dashboard: bool = option(True, "Serve a live page of the engine at /dashboard.")
     max_num_waiting_tokens: int | None = DEFAULT_MAX_NUM_WAITING_TOKENS

@@ -133,8 +133,8 @@ class ResultProcessor:
             request.num_computed_tokens = min(request.num_computed_tokens, len(sequence.token_ids) - 1)
         # A state after accepted drafts is saved one step later than their blocks are committed.
         if request.num_computed_tokens >= sequence.next_commit or sequence.saves.pending:
-            self._state.manager.commit(request)
-            self._state.transfers.offer(request)
+            saved_states = self._state.manager.commit(request)
+            self._state.transfers.offer(request, saved_states)
             self._state.manager.release_unread(request)
         if status is not None:
             self._lifecycle.finish(request, status)

@@ -13,6 +13,7 @@ from octavo.core.admitter import Admitter
 from octavo.core.core_state import CoreState
 from octavo.core.event_emitter import EventEmitter
 from octavo.core.faults import Faults
+from octavo.core.kv.cache_listener import NO_LISTENER, CacheListener
 from octavo.core.kv.manager import KVCacheManager
 from octavo.core.kv_connector import KVConnector, NullConnector
 from octavo.core.lifecycle import RequestLifecycle
@@ -60,6 +61,7 @@ class Scheduler:
         num_host_blocks: int = 0,
         bounded_groups: Sequence[KVGroupSpec] = (),
         connector: KVConnector | None = None,
+        cache_listener: CacheListener = NO_LISTENER,
     ) -> None:
         self.config = scheduler_config = scheduler_config.resolved()
         self.max_model_len = max_model_len
@@ -80,6 +82,7 @@ class Scheduler:
             extra_keys=cache_keys,
             checkpoint_interval=cache_config.state_checkpoint_interval,
             emit=emitter.emit,
+            listener=cache_listener,
         )
         self.faults = Faults(manager)
         self.transfers = KVTransferScheduler(connector or NullConnector(), manager, scheduler_config, emitter)

@@ -10,6 +10,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from octavo.core.kv_connector import NullConnector
+from octavo.core.pending_keys import PendingKeys
 from octavo.core.save_plan import (
     blocks_to_save,
     hit_with_state,
@@ -24,7 +25,7 @@ from octavo.data import events
 from octavo.data.scheduler_output import KVTransfer, TransferDirection, are_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from octavo.config import ResolvedSchedulerConfig
     from octavo.core.event_emitter import EventEmitter
@@ -85,8 +86,8 @@ class KVTransferScheduler:
         self._load_of: dict[str, int] = {}
         self._lookups: dict[str, _Lookup] = {}
         self._num_offered: dict[str, int] = {}  # leading blocks that were offered to the store
-        self._saving: set[BlockHash] = set()  # hashes of blocks in pending saves with all parts
-        self._saving_in_part: set[BlockHash] = set()  # hashes of blocks in pending saves without parts
+        self._saving = PendingKeys()  # blocks with all parts
+        self._saving_in_part = PendingKeys()  # blocks without parts
         self._saving_states: set[BlockHash] = set()  # hashes of blocks whose states are in pending saves
         self.reports_dropped_saves = True  # False in replays of old journals
         # Limit on pinned blocks with all parts. Saves for another engine may exceed the limit.
@@ -217,29 +218,35 @@ class KVTransferScheduler:
         is_enough = all(group.has_read_blocks(sequence, num_tokens) for group in self._manager.bounded)
         return num_tokens if is_enough else 0
 
-    def offer(self, request: Request) -> None:
-        """Save a request's committed blocks that the store lacks and wants.
+    def offer(self, request: Request, saved_states: Sequence[int] = ()) -> None:
+        """Save a request's committed blocks and states that the store lacks and wants.
 
-        Prompt blocks are saved immediately, and blocks of generated tokens in batches of `_SAVED_TOGETHER`. Saves
-        for another engine may pin any number of blocks.
+        Prompt blocks are saved immediately, and blocks of generated tokens in batches of `_SAVED_TOGETHER`. A state
+        that was saved after its block had been offered is offered at once, together with its block. Saves for another
+        engine may pin any number of blocks.
+
+        saved_states: See `KVCacheManager.commit`.
         """
         if not self.has_store:
             return
-        num_offered = self._num_offered.get(request.request_id, 0)
+        name, num_committed = request.request_id, self._manager.prefix_cache.num_committed_blocks(request)
+        num_offered = self._num_offered.get(name, 0)
         is_prompt = num_offered < request.num_prompt_tokens // self._manager.block_size
-        if is_prompt or self._manager.prefix_cache.num_committed_blocks(request) >= num_offered + _SAVED_TOGETHER:
-            self._offer_all(request)
+        is_due = is_prompt or num_committed >= num_offered + _SAVED_TOGETHER
+        if saved_states and saved_states[0] <= num_offered:
+            self._num_offered[name] = saved_states[0] - 1
+        self._offer(request, num_committed if is_due else min(num_offered, num_committed))
 
-    def _offer_all(self, request: Request) -> None:
+    def _offer(self, request: Request, end: int) -> None:
         name, block_hashes = request.request_id, request.block_hashes
-        first, end = self._num_offered.get(name, 0), self._manager.prefix_cache.num_committed_blocks(request)
+        first = self._num_offered.get(name, 0)
         if end <= first or end * self._manager.block_size < self._min_tokens:
             return
         if not request.hands_kv_over and not self._num_fitting([False]):
             return
-        wanted = self._connector.keys_to_save(block_hashes[first:end]) - self._saving
+        wanted = self._saving.lacking(self._connector.keys_to_save(block_hashes[first:end]))
         if not request.hands_kv_over:
-            wanted -= self._saving_in_part
+            wanted = self._saving_in_part.lacking(wanted)
         states = self._states_to_save(request, range(first, end))
         chosen = [index for index in range(first, end) if block_hashes[index] in wanted or index in states]
         chosen, block_ids = blocks_to_save(self._manager, request, chosen, self._connector)
@@ -263,7 +270,8 @@ class KVTransferScheduler:
         end = self._manager.prefix_cache.num_committed_blocks(request)
         if end <= first or end * self._manager.block_size < self._min_tokens:
             return
-        wanted = self._connector.keys_to_save(request.block_hashes[first:end]) - self._saving - self._saving_in_part
+        wanted = self._saving.lacking(self._connector.keys_to_save(request.block_hashes[first:end]))
+        wanted = self._saving_in_part.lacking(wanted)
         if wanted:
             self._emitter.emit(events.KVSavesDropped, request.request_id, len(wanted))
 
@@ -276,8 +284,8 @@ class KVTransferScheduler:
     def _save(self, keys: list[bytes], block_ids: list[list[int]], states: dict[int, int]) -> None:
         order = self._order(TransferDirection.SAVE, keys, block_ids, states)
         in_part = _keys_in_part(order)
-        self._saving_in_part |= in_part
-        self._saving |= set(keys) - in_part
+        self._saving_in_part.start(in_part)
+        self._saving.start(set(keys) - in_part)
         self._saving_states |= {keys[index] for index in states}
         self._emitter.emit(events.KVSaveStarted, order.transfer_id, len(keys))
 
@@ -291,7 +299,8 @@ class KVTransferScheduler:
             return computed
         lacking = set[bytes]()
         if manager.bounded:
-            lacking = self._connector.keys_to_save(request.block_hashes[: computed.num_blocks]) - self._saving
+            wanted = self._connector.keys_to_save(request.block_hashes[: computed.num_blocks])
+            lacking = self._saving.lacking(wanted)
             computed = whole_hit(manager, request, computed, lacking)
         computed, slot = hit_with_state(manager, request, computed, self._connector, self._saving_states)
         last = None if slot is None else computed.blocks[-1].hash
@@ -380,8 +389,8 @@ class KVTransferScheduler:
         self._connector.transfer_ended(order, num_blocks)
         if pending.request is None:
             in_part = _keys_in_part(order)
-            self._saving_in_part -= in_part
-            self._saving -= set(order.keys) - in_part
+            self._saving_in_part.end(in_part)
+            self._saving.end(set(order.keys) - in_part)
             self._saving_states -= {order.keys[index] for index in order.states}
             self._emitter.emit(events.KVSaveEnded, order.transfer_id, num_blocks or 0, outcome, moves)
         else:
@@ -427,7 +436,7 @@ class KVTransferScheduler:
     def request_finished(self, request: Request) -> None:
         """Start the last saves of a request, and drop its records. Call this before the request's blocks are freed."""
         if self.has_store:
-            self._offer_all(request)
+            self._offer(request, self._manager.prefix_cache.num_committed_blocks(request))
             if self.reports_dropped_saves:
                 self._report_dropped_saves(request)
         self._abandoned.discard(request.request_id)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from octavo.data import events
 from octavo.data.draft_stats import DraftStats
 from octavo.data.expert_stats import ExpertStats, ExpertTokens
+from octavo.data.kv_event_figures import KVEventFigures  # noqa: TC001 - msgspec reads this type
 from octavo.data.kv_store_figures import KVStoreFigures  # noqa: TC001 - msgspec reads this type
 from octavo.data.kv_tier_figures import KVTierCounter, KVTierFigures
 from octavo.data.kv_tiers import DEVICE, HOST
@@ -79,12 +80,13 @@ class Histogram:
 class EngineStats:
     """Figures of one engine. Times are in seconds. A request is one output stream.
 
-    The first six figures and the contents of `kv_stores` are current values. All other figures are totals since the
+    The first seven figures and the contents of `kv_stores` are current values. All other figures are totals since the
     start.
     """
 
     num_requests_running: int = 0
     num_requests_waiting: int = 0
+    num_waiting_tokens: int = 0  # prompt tokens of waiting requests, including cached tokens
     kv_cache_usage: float = 0.0
     bounded_usage: float = 0.0
     prefill_limit: int = 0
@@ -121,6 +123,7 @@ class EngineStats:
     kv_dropped_save_blocks: int = 0  # blocks that a store wanted, but that were not saved
     tiers: dict[str, KVTierFigures] = field(default_factory=lambda: {DEVICE: KVTierFigures(), HOST: KVTierFigures()})
     kv_stores: dict[str, KVStoreFigures] = field(default_factory=dict)
+    kv_events: KVEventFigures | None = None  # None if no events are published
     iteration_tokens: Histogram = field(default_factory=partial(Histogram, _STEP_TOKEN_BOUNDS))
     time_to_first_token: Histogram = field(default_factory=partial(Histogram, _TTFT_BOUNDS))
     inter_token_latency: Histogram = field(default_factory=partial(Histogram, _ITL_BOUNDS))
@@ -177,6 +180,7 @@ class EngineMetrics:
                 self._settle()  # an ended request may have the same id
                 self._lives[event.request_id] = _Life(event.arrival_time, event.num_prompt_tokens, event.tenant)
                 stats.num_requests_waiting += 1
+                stats.num_waiting_tokens += event.num_prompt_tokens
             case events.RequestAdmitted():
                 self._admit(self._lives[event.request_id], event)
             case events.RequestPreempted():
@@ -184,8 +188,10 @@ class EngineMetrics:
                 stats.num_preemptions += 1
                 stats.recomputed_tokens += 0 if event.swapped else event.num_lost_tokens
             case events.RequestFinished():
-                self._move(self._lives[event.request_id], runs=False)
+                life = self._lives[event.request_id]
+                self._move(life, runs=False)
                 stats.num_requests_waiting -= 1
+                stats.num_waiting_tokens -= life.num_prompt_tokens
                 self._ended.append((event.request_id, event))
                 if not self._num_open_steps:
                     self._settle()
@@ -240,6 +246,7 @@ class EngineMetrics:
             step = 1 if runs else -1
             self.stats.num_requests_running += step
             self.stats.num_requests_waiting -= step
+            self.stats.num_waiting_tokens -= step * life.num_prompt_tokens
 
     def _admit(self, life: _Life, event: events.RequestAdmitted) -> None:
         self._move(life, runs=True)

@@ -79,7 +79,7 @@ def run_core_process(build: Build) -> None:
         news.send(ipc.encode(ipc.failure(error)))
         sys.exit(1)
     finally:
-        core.executor.shutdown()
+        core.shutdown()
         pulse.stop()
         context.destroy(linger=1000)
 

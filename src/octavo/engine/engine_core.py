@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from octavo.data.metrics import EngineMetrics
     from octavo.data.recent_events import RecentEvents
     from octavo.engine.executor import Executor
+    from octavo.kv_events import KVEventLog
     from octavo.outputs import EngineCoreOutput
 
 
@@ -27,12 +28,14 @@ class EngineCore:
         metrics: EngineMetrics,
         recent: RecentEvents,
         capacity: EngineCapacity,
+        kv_events: KVEventLog | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.metrics = metrics
         self.recent = recent
         self.capacity = capacity
+        self.kv_events = kv_events
         self._undelivered: list[EngineCoreOutput] = []
 
     def step(self) -> list[EngineCoreOutput]:
@@ -87,6 +90,12 @@ class EngineCore:
                 news += self.step()
         finally:
             self._undelivered += news
+
+    def shutdown(self) -> None:
+        """End the executor and the publishing of events."""
+        self.executor.shutdown()
+        if self.kv_events is not None:
+            self.kv_events.close()
 
     def _take_undelivered(self) -> list[EngineCoreOutput]:
         outputs, self._undelivered = self._undelivered, []

@@ -156,6 +156,8 @@ class LocalCore:
             outputs, self._undelivered = self._undelivered, []
         else:
             outputs = self.core.step() if self.core.has_work() else []
+        if self.core.kv_events is not None:
+            self.core.kv_events.end_step()
         if self._feed is not None and (self._feed.is_due or not self.core.has_work()):
             self._show()
         return outputs
@@ -165,6 +167,8 @@ class LocalCore:
         self.core.executor.check()
         for breach in self.core.scheduler.check_when_idle():
             logger.error("%s; the blocks concerned are not used any more", breach)
+        if self.core.kv_events is not None:
+            self.core.kv_events.end_step()
 
     def wait(self) -> None:
         """See `CoreClient`. Also adds prepared requests."""
@@ -213,4 +217,4 @@ class LocalCore:
         held, self._held = self._held, []
         for each in held:
             each.answer(EngineDeadError("the engine was shut down"))
-        self.core.executor.shutdown()
+        self.core.shutdown()

@@ -24,7 +24,7 @@ logger = logging.getLogger(logs.AUDIT)
 _faults = logging.getLogger(__name__)
 _ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
-_QUIET = OPEN_PATHS | {"/metrics", "/model_info"}  # polled every second; only failures are logged
+_QUIET = OPEN_PATHS | {"/metrics", "/model_info", "/load", "/v1/loads"}  # polled every second; only failures are logged
 
 
 class Spans(Protocol):

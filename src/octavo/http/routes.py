@@ -99,6 +99,8 @@ ROUTES = Routes(
     Route("/model_info", "describing:model_info", SGLANG, methods=_GET, aliases=("/get_model_info",)),
     Route("/server_info", "describing:server_info", OPERATOR, methods=_GET, aliases=_OLDER, operators=_SETTINGS),
     Route("/metrics", "operating:metrics", OPERATOR, methods=_GET, operators=METRICS),
+    Route("/load", "loads:server_load", OPERATOR, methods=_GET, operators=METRICS),
+    Route("/v1/loads", "loads:loads", SGLANG, methods=_GET, operators=METRICS),
     Route("/health", "operating:health", OPERATOR, methods=_PROBE),  # `wget --spider` and some balancers use HEAD
     Route("/ready", "operating:ready", OPERATOR, methods=_PROBE),
     Route("/version", "operating:version", OPERATOR, methods=_GET),

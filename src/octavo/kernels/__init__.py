@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from octavo.kernels.ranked import RankGroup
 
 __all__ = [
+    "IN_TRITON",
     "AttentionBatch",
     "Kernels",
     "PackedLinear",
@@ -32,7 +33,7 @@ __all__ = [
 
 
 logger = logging.getLogger(__name__)
-_IN_TRITON = ("triton", "fast-inexact")
+IN_TRITON = ("triton", "fast-inexact")
 
 # Measured with qwen2-0.5b, for the last 512 of 4,096 prompt tokens. The value of avx512_bf16 for 4 bits is an estimate.
 _ATTENTION_SLOWNESS = {
@@ -90,9 +91,9 @@ def create_kernels(
 
     Raises ConfigError for an unknown or unsupported backend or instruction set.
     """
-    if backend not in {"auto", "reference", "cpu", *_IN_TRITON}:
-        choices = ", ".join(("auto", "reference", "cpu", *_IN_TRITON[:-1]))
-        raise ConfigError(f"kernel backend {backend!r} is unknown; choose {choices} or {_IN_TRITON[-1]}")
+    if backend not in {"auto", "reference", "cpu", *IN_TRITON}:
+        choices = ", ".join(("auto", "reference", "cpu", *IN_TRITON[:-1]))
+        raise ConfigError(f"kernel backend {backend!r} is unknown; choose {choices} or {IN_TRITON[-1]}")
     if backend == "cpu" and device.type != "cpu":
         raise ConfigError(f"kernel backend 'cpu' cannot serve device {str(device)!r}; choose auto or reference")
     compiled = importlib.util.find_spec("octavo._kernels") is not None
@@ -109,7 +110,7 @@ def create_kernels(
             if wants_compiled and isa == "amx" and (refusal := _refused_tiles()):
                 reason = refusal
             raise ConfigError(f"instruction set {isa!r} cannot be used: {reason}")
-    if backend in _IN_TRITON:
+    if backend in IN_TRITON:
         return _triton_kernels(device, backend)
     if wants_compiled:
         if compiled:

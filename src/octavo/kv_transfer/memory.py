@@ -188,15 +188,16 @@ class GlobalKVPool:
             return self._take_complete(request_id)
 
     def wait_for_transfer(self, request_id: str, timeout_s: float) -> bool:
-        """Return True if a transfer ends in time, and remove its record.
-
-        After a timeout, its end is not recorded.
-        """
+        """Return True if a transfer ends in time, and remove its record. After a timeout, the record stays."""
         with self._ended:
-            if self._ended.wait_for(lambda: request_id in self._complete, timeout_s):
-                return self._take_complete(request_id)
+            self._ended.wait_for(lambda: request_id in self._complete, timeout_s)
+            return self._take_complete(request_id)
+
+    def forget_transfer(self, request_id: str) -> None:
+        """Remove the record of a transfer. The transfer continues, but its end is not recorded."""
+        with self._lock:
             self._open.discard(request_id)
-            return False
+            self._complete.discard(request_id)
 
     def _take_complete(self, request_id: str) -> bool:
         is_complete = request_id in self._complete
@@ -290,6 +291,7 @@ class MemoryStore:
             name = f"{self.node_id}-{id(self)}-{self._num_transfers}"
         self.pool.async_transfer(name, keys, self.node_id)
         if not self.pool.wait_for_transfer(name, self._timeout_s):
+            self.pool.forget_transfer(name)
             with self._lock:
                 self._num_errors += 1
             raise StoreError(f"the pool did not transfer {len(keys)} blocks within {self._timeout_s:g} s")

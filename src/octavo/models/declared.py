@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
 Borders = tuple[int, ...]
 """The first index of each rank, then the total."""
+Ranges = tuple[tuple[int, int], ...]
+"""The first and end index of each piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class RowsPart(Linear):
     """
 
     whole: Linear = field(kw_only=True)
-    ranges: tuple[tuple[int, int], ...] = field(kw_only=True)
+    ranges: Ranges = field(kw_only=True)
     inputs: Borders | None = field(default=None, kw_only=True)
     outputs: Borders | None = field(default=None, kw_only=True)
 
@@ -87,7 +89,7 @@ class RowsPart(Linear):
     def of(
         cls,
         whole: Linear,
-        ranges: list[tuple[int, int]],
+        ranges: Sequence[tuple[int, int]],
         *,
         inputs: Borders | None = None,
         outputs: Borders | None = None,
@@ -171,10 +173,10 @@ class VectorPart(Vector):
     """One rank's numbers of a stored vector, or its channels of `Taps`. ranges: first and end index of each piece."""
 
     whole: Vector = field(kw_only=True)
-    ranges: tuple[tuple[int, int], ...] = field(kw_only=True)
+    ranges: Ranges = field(kw_only=True)
 
     @classmethod
-    def of(cls, whole: Vector, ranges: list[tuple[int, int]]) -> VectorPart:
+    def of(cls, whole: Vector, ranges: Sequence[tuple[int, int]]) -> VectorPart:
         """Take numbers or channels of `whole`."""
         width = whole.size // whole.shapes[whole.name][0]
         size = width * sum(end - first for first, end in ranges)

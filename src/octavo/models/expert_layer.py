@@ -10,6 +10,7 @@ from octavo.kernels.operations.choose_experts import choose_experts
 from octavo.kernels.operations.relu_squared import relu_squared
 from octavo.kernels.operations.sort_by_expert import sort_by_expert
 from octavo.models.gated_mlp import GatedMLP, GatedMLPConfig
+from octavo.models.plain_mlp import PlainMLP, PlainMLPTensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,7 +49,7 @@ class Experts:
         Includes column orders that ranks repeat. Assumes that all ranks have as many bytes per output feature.
         """
         first, end = self.own_experts
-        whole = (1 + self.config.is_gated) * self.config.expert_size, self.config.hidden_size  # output features
+        whole = (1 + self.config.is_gated) * self.config.expert_size, self.config.width  # output features
         sizes = (own.num_bytes * rows // own.out_features for own, rows in zip(self.groups, whole, strict=True))
         return sum(sizes) // (end - first)
 
@@ -102,6 +103,30 @@ class Experts:
                 outputs, ids, places, weights, shared, shared_gate, expert_borders, columns, hidden.dtype
             )
         return out if columns is None else cast("RanksKernels", kernels).join(out, columns)
+
+
+class LatentExperts:
+    """See `ExpertsConfig.latent_size`."""
+
+    __slots__ = ("after", "before", "experts", "kernels", "shared")
+
+    def __init__(self, context: ModelContext, config: ExpertsConfig, tensors: ExpertsTensors) -> None:
+        shared, latents = tensors.shared, tensors.latents
+        assert shared is not None
+        assert latents is not None
+        self.kernels = context.kernels
+        self.before = context.linear(latents.before)
+        self.experts = Experts(context, config, tensors._replace(shared=None))
+        self.after = context.linear(latents.after)
+        self.shared = PlainMLP(context, PlainMLPTensors(*shared))
+
+    def forward(self, hidden: Tensor, batch: AttentionBatch) -> Tensor:
+        """See `MLP`."""
+        kernels = self.kernels
+        latents = self.experts.forward(kernels.linear(hidden, self.before), batch, hidden)
+        total = kernels.linear(latents, self.after)
+        add(kernels, self.shared.forward(hidden, batch), total, 1.0)
+        return total
 
 
 class ExpertBranches:

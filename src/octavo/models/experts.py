@@ -79,6 +79,14 @@ class ExpertsTensors(NamedTuple):
     shared_gate: Linear | None
     expert_scale: Vector | None
     branches: BranchTensors | None
+    latents: LatentTensors | None
+
+
+class LatentTensors(NamedTuple):
+    """The linear layers before and after the experts; see `ExpertsConfig.latent_size`."""
+
+    before: Linear
+    after: Linear
 
 
 class BranchTensors(NamedTuple):
@@ -120,7 +128,10 @@ class ExpertsConfig:
     """The weighted sum of the chosen experts' outputs, plus a shared expert's output.
 
     has_shared_gate: a linear layer's sigmoid multiplies the shared expert's output. has_bias: of the experts.
+    has_shared_bias: of the shared expert, and of the linear layers of `latent_size`.
     is_gated: False for experts, also shared ones, that compute down(max(up(x), 0)^2).
+    latent_size: a linear layer computes this many inputs of the experts, and another one the hidden state from their
+    weighted sum. The router and the shared expert, which has no gate, read the hidden state. None: so do the experts.
     is_shared_fused: the checkpoint stores the shared expert's gate and up projections in one tensor.
     router_name, shared_name: names in the checkpoint, after "mlp.". branches: separate norms of the residual stream for
     shared expert, experts and router.
@@ -139,11 +150,18 @@ class ExpertsConfig:
     router_name: str = "gate"
     shared_name: str = "shared_expert"
     branches: BranchNorms | None = None
+    latent_size: int | None = None
+
+    @property
+    def width(self) -> int:
+        """Number of inputs and outputs of an expert."""
+        return self.latent_size or self.hidden_size
 
     @property
     def intermediate_size(self) -> int:
         """See `MLPConfig`. Three times this number also covers the experts' inputs and outputs."""
-        return self.router.num_chosen * (self.expert_size + self.hidden_size) + (self.shared_size or 0)
+        num_latents = self.latent_size or 0
+        return self.router.num_chosen * (self.expert_size + self.width) + (self.shared_size or 0) + num_latents
 
     @property
     def outputs(self) -> tuple[int, ...] | None:
@@ -164,13 +182,13 @@ class ExpertsConfig:
     def num_idle_parameters(self) -> int:
         """Weights not used for a token."""
         idle = self.router.num_experts - self.router.num_chosen
-        return idle * (2 + self.is_gated) * self.hidden_size * self.expert_size
+        return idle * (2 + self.is_gated) * self.width * self.expert_size
 
     def tensors(self, name: str, hidden_size: int) -> ExpertsTensors:
         """See `MLPConfig`. Includes each expert's tensors."""
         layer, name, num_experts = name, f"{name}.mlp", self.router.num_experts
         experts = [
-            self._expert(f"{name}.experts.{index}", hidden_size, self.expert_size, self.has_bias)
+            self._expert(f"{name}.experts.{index}", self.width, self.expert_size, self.has_bias)
             for index in range(num_experts)
         ]
         shared, shared_name = None, f"{name}.{self.shared_name}" if self.shared_name else name
@@ -192,6 +210,14 @@ class ExpertsConfig:
             shared_gate=Linear(((f"{shared_name}_gate", 1),), hidden_size) if self.has_shared_gate else None,
             expert_scale=expert_scale,
             branches=None if self.branches is None else self.branches.tensors(layer, router, hidden_size),
+            latents=None if self.latent_size is None else self._latents(name, self.latent_size),
+        )
+
+    def _latents(self, name: str, latent_size: int) -> LatentTensors:
+        before, after = ((f"{name}.fc1_latent_proj", latent_size),), ((f"{name}.fc2_latent_proj", self.hidden_size),)
+        return LatentTensors(
+            before=Linear(before, self.hidden_size, self.has_shared_bias),
+            after=Linear(after, latent_size, self.has_shared_bias),
         )
 
     def _expert(
@@ -207,8 +233,10 @@ class ExpertsConfig:
 
     def build(self, context: ModelContext, tensors: ExpertsTensors) -> MLP:
         """See `MLPConfig`."""
-        from octavo.models.expert_layer import ExpertBranches, Experts  # noqa: PLC0415
+        from octavo.models.expert_layer import ExpertBranches, Experts, LatentExperts  # noqa: PLC0415
 
+        if self.latent_size is not None:
+            return LatentExperts(context, self, tensors)
         return (Experts if self.branches is None else ExpertBranches)(context, self, tensors)
 
 

@@ -188,6 +188,8 @@ def _mlp_parts(mlp: MLPConfig) -> Iterator[Part]:
     yield Part("experts", f"{mlp.router.num_chosen} of {mlp.router.num_experts}")
     if mlp.shared_size is not None:
         yield Part("shared expert")
+    if mlp.latent_size is not None:
+        yield Part("latent inputs of experts", f"{mlp.latent_size}")
     if mlp.has_bias:
         yield Part("experts bias")
     if mlp.activation != "silu":

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from octavo.models.declared import Linear, Taps, Vector
 from octavo.models.kv_layout import StateShape
+from octavo.models.short_conv import read_num_taps
 
 if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
+    from octavo.models.declared import Ranges
     from octavo.models.gated_conv_layer import GatedConv
     from octavo.models.layers import ModelContext
-
-_MOST_TAPS = 8  # csrc/short_conv.h
 
 
 class GatedConvTensors(NamedTuple):
@@ -41,10 +41,7 @@ class GatedConvConfig:
     @classmethod
     def read(cls, config: ConfigFile) -> GatedConvConfig:
         """Read the sizes."""
-        num_taps = config.count("conv_L_cache", 3)
-        if not 2 <= num_taps <= _MOST_TAPS:
-            raise config.error("conv_L_cache", f"must be 2 to {_MOST_TAPS}, not {num_taps}")
-        bias = config.flag("conv_bias", default=False)
+        num_taps, bias = read_num_taps(config, "conv_L_cache", 3), config.flag("conv_bias", default=False)
         return cls(num_channels=config.count("hidden_size"), num_taps=num_taps, bias=bias)
 
     def within(self, max_model_len: int) -> GatedConvConfig:
@@ -55,7 +52,12 @@ class GatedConvConfig:
     @property
     def cache_spec(self) -> StateShape:
         """See `TokenMixerConfig`."""
-        return StateShape(((self.num_taps - 1, self.num_channels),), (), self.num_channels)
+        return StateShape(((self.num_taps - 1, self.num_channels),), (), self.num_channels, self.channels)
+
+    @property
+    def channels(self) -> Ranges:
+        """The channels, among those of the model."""
+        return ((0, self.num_channels),)
 
     @property
     def width(self) -> int:

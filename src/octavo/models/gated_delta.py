@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from octavo.models.declared import Linear, RowsPart, Taps, Vector
 from octavo.models.kv_layout import StateShape
+from octavo.models.short_conv import read_num_taps
 
 if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
+    from octavo.models.declared import Ranges
     from octavo.models.gated_delta_layer import GatedDelta
     from octavo.models.layers import ModelContext
 
 _COLUMNS = 16  # octavo.kernels.state_batch
-_MOST_TAPS = 8  # csrc/short_conv.h
 
 
 class GatedDeltaTensors(NamedTuple):
@@ -55,21 +56,19 @@ class GatedDeltaConfig:
     def read(cls, config: ConfigFile) -> GatedDeltaConfig:
         """Read the sizes."""
         num_key_heads, num_heads = config.count("linear_num_key_heads", 16), config.count("linear_num_value_heads", 32)
-        value_dim, num_taps = config.count("linear_value_head_dim", 128), config.count("linear_conv_kernel_dim", 4)
+        value_dim = config.count("linear_value_head_dim", 128)
         if num_heads % num_key_heads:
             raise config.error(
                 "linear_num_value_heads", f"must be a multiple of linear_num_key_heads = {num_key_heads}"
             )
         if value_dim % _COLUMNS:
             raise config.error("linear_value_head_dim", f"must be a multiple of {_COLUMNS}, not {value_dim}")
-        if not 2 <= num_taps <= _MOST_TAPS:
-            raise config.error("linear_conv_kernel_dim", f"must be 2 to {_MOST_TAPS}, not {num_taps}")
         return cls(
             num_key_heads=num_key_heads,
             num_value_heads=num_heads,
             key_dim=config.count("linear_key_head_dim", 128),
             value_dim=value_dim,
-            num_taps=num_taps,
+            num_taps=read_num_taps(config, "linear_conv_kernel_dim", 4),
             is_tiled=config.flag("value_heads_are_tiled", default=False),
             decay_is_stored=config.flag("decay_is_stored", default=False),
         )
@@ -94,7 +93,18 @@ class GatedDeltaConfig:
         """See `TokenMixerConfig`."""
         matrix = self.num_value_heads, self.value_dim // _COLUMNS, self.key_dim, _COLUMNS
         kept_width = 2 * self.num_channels + 2 * self.num_value_heads
-        return StateShape(((self.num_taps - 1, self.num_channels),), (matrix,), kept_width)
+        inputs = ((self.num_taps - 1, self.num_channels),)
+        return StateShape(inputs, (matrix,), kept_width, self.channels, self.first_head)
+
+    @property
+    def channels(self) -> Ranges:
+        """The convolution's channels, among those of the model."""
+        return ((0, self.num_channels),)
+
+    @property
+    def first_head(self) -> int:
+        """The first value head, among those of the model."""
+        return 0
 
     @property
     def width(self) -> int:

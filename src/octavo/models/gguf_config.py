@@ -365,20 +365,28 @@ def _read_granite(fields: GGUFFields) -> dict[str, Any]:
 
 def _read_dense_granite(fields: GGUFFields) -> dict[str, Any]:
     """The conversion of Granite 4 without Mamba-2 also writes Mamba-2's keys, and the MLP's size as a shared one."""
-    for key in fields.values.values:
-        if key.startswith("ssm."):
-            fields.values.mark(key)
+    _leave_out_mamba2(fields)
     size = fields.optional("expert_shared_feed_forward_length") or fields.count("feed_forward_length")
     fields.values.mark("feed_forward_length")
     return _read_granite(fields) | {"intermediate_size": int(size)}
 
 
+def _leave_out_mamba2(fields: GGUFFields) -> None:
+    for key in fields.values.values:
+        if key.startswith("ssm."):
+            fields.values.mark(key)
+
+
 def _read_granite_hybrid(fields: GGUFFields) -> dict[str, Any]:
+    keys = _read_granite_4(fields) | _read_mamba2(fields, _GRANITE_MAMBA)
+    return keys | {"num_key_value_heads": fields.largest("attention.head_count_kv")}
+
+
+def _read_granite_4(fields: GGUFFields) -> dict[str, Any]:
     is_recurrent = [fields.has(f"blk.{layer}.ssm_in.weight") for layer in range(fields.num_layers)]
     rotates = fields.values.flag("rope.scaling.finetuned", default=True)  # as in llama.cpp
     size = fields.optional("expert_shared_feed_forward_length") or fields.count("feed_forward_length")
-    return _read_granite(fields) | _read_mamba2(fields, _GRANITE_MAMBA) | {
-        "num_key_value_heads": fields.largest("attention.head_count_kv"),
+    return _read_granite(fields) | {
         "attention_bias": fields.first_with("attn_q.bias") is not None,
         "layer_types": ["linear_attention" if each else "full_attention" for each in is_recurrent],
         "position_embedding_type": "rope" if rotates else "nope",
@@ -386,7 +394,7 @@ def _read_granite_hybrid(fields: GGUFFields) -> dict[str, Any]:
         "mlp_is_fused": False,
         "num_local_experts": int(fields.optional("expert_count") or 0),
         "num_experts_per_tok": int(fields.optional("expert_used_count") or 0),
-    }  # fmt: skip
+    }
 
 
 _GRANITE_MAMBA = (
@@ -597,6 +605,11 @@ def _read_glm4_moe(fields: GGUFFields) -> dict[str, Any]:
 
 
 def _read_granite_moe(fields: GGUFFields) -> dict[str, Any]:
+    """Granite 4 without Mamba-2 has a shared expert. Its conversion also writes Mamba-2's keys."""
+    if fields.optional("expert_shared_feed_forward_length"):
+        _leave_out_mamba2(fields)
+        names = {"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid"}
+        return _read_granite_4(fields) | names
     experts = {
         "num_local_experts": fields.count("expert_count"),
         "num_experts_per_tok": fields.count("expert_used_count"),
@@ -718,7 +731,8 @@ _MAMBA_NAMES = {
 }
 _SHARED_MLP = {f"ffn_{part}_shexp": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
 _GRANITE_HYBRID_NAMES = _ROUTER | _SHARED_MLP | _MAMBA_NAMES
-_NEMOTRON_NAMES = _DEEPSEEK_NAMES | _MAMBA_NAMES
+_LATENTS = {"ffn_latent_down": "mlp.fc1_latent_proj", "ffn_latent_up": "mlp.fc2_latent_proj"}
+_NEMOTRON_NAMES = _DEEPSEEK_NAMES | _MAMBA_NAMES | _LATENTS
 _GLM4_MOE_NAMES, _GPT_OSS_NAMES = _DEEPSEEK_NAMES | _POST_NORM, _POST_NORM | _ROUTER
 _OLMO_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _FAMILIES = {
@@ -742,7 +756,9 @@ _FAMILIES = {
     "phi3": GGUFFamily("Phi3ForCausalLM", "phi3", _read_phi3, _FUSED),
     "mistral3": GGUFFamily("MistralForCausalLM", "mistral", _read_mistral3, rotates_pairs=True),
     "glm4moe": GGUFFamily("Glm4MoeForCausalLM", "glm4_moe", _read_glm4_moe, _GLM4_MOE_NAMES),
-    "granitemoe": GGUFFamily("GraniteMoeForCausalLM", "granitemoe", _read_granite_moe, _ROUTER, rotates_pairs=True),
+    "granitemoe": GGUFFamily(
+        "GraniteMoeForCausalLM", "granitemoe", _read_granite_moe, _ROUTER | _SHARED_MLP, rotates_pairs=True
+    ),
     "granite": GGUFFamily("GraniteForCausalLM", "granite", _read_dense_granite, rotates_pairs=True),
     "granitehybrid": GGUFFamily(
         "GraniteMoeHybridForCausalLM",

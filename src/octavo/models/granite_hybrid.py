@@ -26,7 +26,6 @@ _DEFAULTS = {
     "mamba_d_head": "auto",
     "mamba_d_state": 256,
     "mamba_n_groups": 1,
-    "mamba_d_conv": 4,
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
     "shared_intermediate_size": 1024,

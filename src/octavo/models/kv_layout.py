@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from octavo.data.kv_groups import FullAttention, RecurrentStates, SlidingWindow
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from typing import Any
 
     import torch
     from torch import Tensor
 
     from octavo.data.kv_groups import KVGroupKind
+    from octavo.models.declared import Ranges
 
 ROUNDED_KV = {"int8": "int8", "fp8": "float8_e4m3fn"}
 _VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
@@ -189,17 +191,28 @@ class NothingStored:
         return None
 
 
+class StateRun(NamedTuple):
+    """Bytes of a rank's state that are also neighbours in the undivided state. own, whole: the first byte in each."""
+
+    own: int
+    whole: int
+    num_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class StateShape(NothingStored):
     """A recurrent state per sequence, instead of data per position.
 
-    inputs: shapes of parts in the activations' dtype. numbers: shapes of float32 parts. kept_width: numbers of a kept
-    row, in the activations' dtype (see `octavo.kernels.operations.keep_rows`).
+    inputs: shapes [rows, channels] of parts in the activations' dtype. numbers: shapes [heads, ...] of float32 parts.
+    kept_width: numbers of a kept row, in the activations' dtype (see `octavo.kernels.operations.keep_rows`). channels:
+    this rank's ranges of the model's channels. first_head: this rank's first head in the model.
     """
 
     inputs: tuple[tuple[int, ...], ...]
     numbers: tuple[tuple[int, ...], ...]
     kept_width: int = 0
+    channels: Ranges = ()
+    first_head: int = 0
 
     @property
     def kind(self) -> KVGroupKind:
@@ -213,6 +226,22 @@ class StateShape(NothingStored):
     def kept_bytes(self, dtype: str) -> int:
         """Return the bytes of a kept row. dtype: of activations."""
         return self.kept_width * _VALUE_BYTES[dtype]
+
+    def runs(self, whole: StateShape, dtype: str) -> Iterator[StateRun]:
+        """Yield the places of this rank's bytes in the undivided state. dtype: of activations."""
+        own_start = whole_start = 0
+        heads = ((self.first_head, self.first_head + shape[0]) for shape in self.numbers)
+        divided = [*((1, self.channels) for _ in self.inputs), *((0, (each,)) for each in heads)]
+        for (axis, ranges), own_part, whole_part in zip(divided, self._parts(dtype), whole._parts(dtype), strict=True):
+            (shape, own_bytes), (whole_shape, whole_bytes) = own_part, whole_part
+            size = math.prod(shape[axis + 1 :]) * _VALUE_BYTES[dtype if axis else "float32"]
+            own = own_start
+            for row in range(math.prod(shape[:axis])):
+                whole_row = whole_start + row * whole_shape[axis] * size
+                for first, end in ranges:
+                    yield StateRun(own, whole_row + first * size, (end - first) * size)
+                    own += (end - first) * size
+            own_start, whole_start = own_start + own_bytes, whole_start + whole_bytes
 
     def _parts(self, dtype: str) -> list[tuple[tuple[int, ...], int]]:
         """Return shapes, and bytes with padding."""
@@ -273,6 +302,15 @@ class KVLayout:
     def state_bytes(self, dtype: str) -> int:
         """Return the bytes of a sequence's states. dtype: of activations."""
         return sum(spec.slot_bytes(dtype) for spec in self.states.values())
+
+    def state_runs(self, whole: KVLayout, dtype: str) -> Iterator[StateRun]:
+        """Yield the places of this rank's bytes in the states of the undivided model. dtype: of activations."""
+        own_start = whole_start = 0
+        for number, spec in self.states.items():
+            for own, start, num_bytes in spec.runs(whole.states[number], dtype):
+                yield StateRun(own_start + own, whole_start + start, num_bytes)
+            own_start += spec.slot_bytes(dtype)
+            whole_start += whole.states[number].slot_bytes(dtype)
 
     def kept_bytes(self, dtype: str) -> int:
         """Return the bytes of a kept row of all recurrent layers. dtype: of activations."""

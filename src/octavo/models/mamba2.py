@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from octavo.models.declared import Linear, Taps, Vector
 from octavo.models.kv_layout import StateShape
+from octavo.models.short_conv import read_num_taps
 
 if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
-    from octavo.models.declared import Borders
+    from octavo.models.declared import Borders, Ranges
     from octavo.models.layers import ModelContext
     from octavo.models.mamba2_layer import Mamba2
 
 _COLUMNS = 16  # octavo.kernels.state_batch
-_MOST_TAPS = 8  # csrc/short_conv.h
 
 
 class Mamba2Keys(NamedTuple):
@@ -67,19 +67,17 @@ class Mamba2Config:
     @classmethod
     def read(cls, config: ConfigFile, keys: Mamba2Keys) -> Mamba2Config:
         """Read the sizes."""
-        num_heads, head_dim, state_size, num_groups, num_taps = map(config.count, keys)
+        num_heads, head_dim, state_size, num_groups = map(config.count, keys[:-1])
         if num_heads % num_groups:
             raise config.error(keys.num_groups, f"must divide {keys.num_heads} = {num_heads}")
         if head_dim % _COLUMNS:
             raise config.error(keys.head_dim, f"must be a multiple of {_COLUMNS}, not {head_dim}")
-        if not 2 <= num_taps <= _MOST_TAPS:
-            raise config.error(keys.num_taps, f"must be 2 to {_MOST_TAPS}, not {num_taps}")
         return cls(
             num_heads=num_heads,
             head_dim=head_dim,
             state_size=state_size,
             num_groups=num_groups,
-            num_taps=num_taps,
+            num_taps=read_num_taps(config, keys.num_taps, 4),
             decay_is_stored=config.flag("decay_is_stored", default=False),
         )
 
@@ -113,7 +111,18 @@ class Mamba2Config:
         """See `TokenMixerConfig`."""
         matrix = self.num_heads, self.head_dim // _COLUMNS, self.state_size, _COLUMNS
         kept_width = 2 * self.num_channels + self.num_heads
-        return StateShape(((self.num_taps - 1, self.num_channels),), (matrix,), kept_width)
+        inputs = ((self.num_taps - 1, self.num_channels),)
+        return StateShape(inputs, (matrix,), kept_width, self.channels, self.first_head)
+
+    @property
+    def channels(self) -> Ranges:
+        """The convolution's channels, among those of the model."""
+        return ((0, self.num_channels),)
+
+    @property
+    def first_head(self) -> int:
+        """The first head, among those of the model."""
+        return 0
 
     @property
     def width(self) -> int:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
     from octavo.models.config_file import ConfigFile
 
-MODELS = {"NemotronHForCausalLM": "Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano"}
+MODELS = {"NemotronHForCausalLM": "Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano and Super"}
 _KEYS = Mamba2Keys("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel")
 _DEFAULTS = {
     "max_position_embeddings": 4096,
@@ -29,7 +29,6 @@ _DEFAULTS = {
     "mamba_head_dim": 64,
     "ssm_state_size": 128,
     "n_groups": 8,
-    "conv_kernel": 4,
     "time_step_min": 0.001,
     "intermediate_size": 21504,
     "n_routed_experts": 8,
@@ -97,9 +96,9 @@ def _read_mamba(config: ConfigFile) -> Mamba2Config:
 
 
 def _read_experts(config: ConfigFile) -> ExpertsConfig:
+    mlp, latent_size = PlainMLPConfig.read(config), None
     if config.has("moe_latent_size"):
-        raise config.error("moe_latent_size", "octavo does not support experts with a latent input yet")
-    mlp = PlainMLPConfig.read(config)
+        latent_size = config.count("moe_latent_size")
     return ExpertsConfig(
         router=read_sigmoid_router(config),
         hidden_size=config.count("hidden_size"),
@@ -108,4 +107,5 @@ def _read_experts(config: ConfigFile) -> ExpertsConfig:
         shared_size=config.count("moe_shared_expert_intermediate_size"),
         shared_name="shared_experts",
         has_shared_bias=mlp.bias,
+        latent_size=latent_size,
     )

@@ -12,6 +12,7 @@ from octavo.models.gated_attention import GatedAttentionConfig
 from octavo.models.gated_delta import GatedDeltaConfig
 from octavo.models.gated_mlp import GatedMLPConfig
 from octavo.models.layer_types import FULL, LINEAR, read_hybrid_types
+from octavo.models.qwen2_moe import with_experts
 from octavo.models.rope_config import read_rope
 from octavo.models.text_part import without_mrope
 
@@ -24,18 +25,21 @@ _PARTIAL, _ROPES = "partial_rotary_factor", ("rope_parameters", "rope_scaling")
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
     """See `Family`. Layers for multi-token prediction are not loaded."""
-    layers, max_context_tokens = read_layers(config, GatedDeltaConfig.read(config))
-    architecture = read_decoder(config, name, layers=layers, max_context_tokens=max_context_tokens)
-    return replace(architecture, norm_offset=1.0)
+    return read_hybrid(config, name, GatedDeltaConfig.read(config))
 
 
-def read_layers(config: ConfigFile, delta: GatedDeltaConfig) -> tuple[tuple[LayerConfig, ...], int]:
-    """Return layers with plain MLPs, and the longest context in tokens."""
+def read_hybrid(
+    config: ConfigFile, name: str, delta: GatedDeltaConfig, *, shared_size: int | None = None
+) -> Architecture:
+    """Read a model with gated delta nets. shared_size: see `with_experts`. None means layers with plain MLPs."""
     config.mark("mtp_num_hidden_layers")
     attention, max_context_tokens = _read_attention(config)
     mlp, kinds = GatedMLPConfig.read(config), _read_kinds(config)
     layers = tuple(LayerConfig(attention=attention if kind == FULL else delta, mlp=mlp) for kind in kinds)
-    return layers, max_context_tokens
+    if shared_size is not None:
+        layers = with_experts(config, layers, shared_size)
+    architecture = read_decoder(config, name, layers=layers, max_context_tokens=max_context_tokens)
+    return replace(architecture, norm_offset=1.0)
 
 
 def _read_attention(config: ConfigFile) -> tuple[GatedAttentionConfig, int]:

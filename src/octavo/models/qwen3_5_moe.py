@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from octavo.models.architecture import Architecture, read_decoder
 from octavo.models.gated_delta import GatedDeltaConfig
-from octavo.models.qwen2_moe import with_experts
-from octavo.models.qwen3_5 import read_layers
+from octavo.models.qwen3_5 import read_hybrid
 
 if TYPE_CHECKING:
+    from octavo.models.architecture import Architecture
     from octavo.models.config_file import ConfigFile
 
 MODELS = {"Qwen3_5MoeForCausalLM": "Qwen3.5-35B-A3B, Qwen3.6-35B-A3B"}
@@ -21,7 +19,4 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
     """See `Family`. Layers for multi-token prediction are not loaded."""
     shared_size = config.count("shared_expert_intermediate_size", 512)
     config = config.with_values(_ALL_LAYERS).with_defaults(intermediate_size=shared_size)
-    layers, max_context_tokens = read_layers(config, GatedDeltaConfig.read(config))
-    layers = with_experts(config, layers, shared_size)
-    architecture = read_decoder(config, name, layers=layers, max_context_tokens=max_context_tokens)
-    return replace(architecture, norm_offset=1.0)
+    return read_hybrid(config, name, GatedDeltaConfig.read(config), shared_size=shared_size)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from octavo.models.architecture import Architecture, read_decoder
 from octavo.models.gated_delta import GatedDeltaConfig
-from octavo.models.qwen2_moe import with_experts
-from octavo.models.qwen3_5 import read_layers
+from octavo.models.qwen3_5 import read_hybrid
 
 if TYPE_CHECKING:
+    from octavo.models.architecture import Architecture
     from octavo.models.config_file import ConfigFile
 
 MODELS = {"Qwen3NextForCausalLM": "Qwen3-Next"}
@@ -21,7 +20,4 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
     config = config.with_defaults(norm_topk_prob=True)
     has_joined_inputs = config.flag("delta_inputs_are_joined", default=True)
     delta = replace(GatedDeltaConfig.read(config), has_joined_inputs=has_joined_inputs, has_joined_rates=True)
-    layers, max_context_tokens = read_layers(config, delta)
-    layers = with_experts(config, layers, config.count("shared_expert_intermediate_size", 512))
-    architecture = read_decoder(config, name, layers=layers, max_context_tokens=max_context_tokens)
-    return replace(architecture, norm_offset=1.0)
+    return read_hybrid(config, name, delta, shared_size=config.count("shared_expert_intermediate_size", 512))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.errors import ConfigError
 from octavo.models.attention import AttentionConfig
-from octavo.models.experts import ExpertsConfig, ExpertsTensors
+from octavo.models.experts import ExpertsConfig, ExpertsTensors, LatentTensors
 from octavo.models.gated_attention import GatedAttentionConfig
 from octavo.models.gated_conv import GatedConvConfig
 from octavo.models.gated_delta import GatedDeltaConfig
@@ -86,7 +86,7 @@ class SplitExperts(ExpertsConfig):
     @property
     def outputs(self) -> Borders:
         """See `SplitLinear`."""
-        return self.share.borders(self.hidden_size)
+        return self.share.borders(self.width)
 
     @property
     def expert_borders(self) -> Borders | None:
@@ -107,12 +107,13 @@ class SplitExperts(ExpertsConfig):
         if not share.divides_by_expert:
             experts = [share.mlp(each, is_joined=False) for each in experts]
         shared = whole.shared
-        if shared is not None:  # in a branch of its own, the shared expert is an MLP
-            shared = share.mlp(shared, is_joined=self.branches is not None)
+        if shared is not None:  # in a branch of its own, or next to latents, the shared expert is an MLP
+            shared = share.mlp(shared, is_joined=self.branches is not None or self.latent_size is not None)
         return whole._replace(
             gate_up=tuple(each.gate_up for each in experts),
             down=tuple(each.down for each in experts),
             shared=shared,
+            latents=None if whole.latents is None else LatentTensors(*map(share.rows, whole.latents)),
         )
 
 

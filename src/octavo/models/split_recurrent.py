@@ -14,7 +14,7 @@ from octavo.models.gated_delta import GatedDeltaConfig, GatedDeltaTensors
 from octavo.models.mamba2 import Mamba2Config, Mamba2Tensors
 
 if TYPE_CHECKING:
-    from octavo.models.declared import Borders
+    from octavo.models.declared import Borders, Ranges
     from octavo.models.share import Share
 
 
@@ -34,15 +34,29 @@ class SplitGatedDelta(GatedDeltaConfig):
         options |= {"num_value_heads": end - first, "num_key_heads": sum(end - first for first, end in key_heads)}
         return cls(**options, whole=whole, share=share)
 
+    @property
+    def channels(self) -> Ranges:
+        """See `GatedDeltaConfig`."""
+        config, num_keys = self.whole, self.whole.num_key_heads * self.whole.key_dim
+        borders, key_heads = _divide_heads(config, self.share)
+        values = _times(config.value_dim, self.share.own(borders))
+        keys = [_times(config.key_dim, each) for each in key_heads]
+        return (*keys, *(_after(num_keys, each) for each in keys), _after(2 * num_keys, values))
+
+    @property
+    def first_head(self) -> int:
+        """See `GatedDeltaConfig`."""
+        borders, _ = _divide_heads(self.whole, self.share)
+        return borders[self.share.rank]
+
     def tensors(self, name: str, hidden_size: int) -> GatedDeltaTensors:
         """See `TokenMixerConfig`."""
-        whole, share, config = self.whole.tensors(name, hidden_size), self.share, self.whole
-        borders, key_heads = _divide_heads(config, share)
-        heads, num_keys = share.own(borders), config.num_key_heads * config.key_dim
-        values, keys = _times(config.value_dim, heads), [_times(config.key_dim, each) for each in key_heads]
-        channels = [*keys, *(_after(num_keys, each) for each in keys), _after(2 * num_keys, values)]
+        whole, share, config, channels = self.whole.tensors(name, hidden_size), self.share, self.whole, self.channels
+        borders, _ = _divide_heads(config, share)
+        heads = share.own(borders)
+        values = _after(config.num_channels, _times(config.value_dim, heads))
         return whole._replace(
-            inputs=RowsPart.of(whole.inputs, [*channels, _after(config.num_channels, values)]),
+            inputs=RowsPart.of(whole.inputs, [*channels, values]),
             rates=RowsPart.of(whole.rates, [heads, _after(config.num_value_heads, heads)]),
             conv=VectorPart.of(whole.conv, channels),
             decay=VectorPart.of(whole.decay, [heads]),
@@ -64,6 +78,11 @@ class SplitGatedConv(GatedConvConfig):
         first, end = share.own(share.borders(whole.num_channels))
         options = {name: getattr(whole, name) for name in GatedConvConfig.__dataclass_fields__}
         return cls(**options | {"num_channels": end - first}, whole=whole, share=share)
+
+    @property
+    def channels(self) -> Ranges:
+        """See `GatedConvConfig`."""
+        return (self.share.own(self.share.borders(self.whole.num_channels)),)
 
     def tensors(self, name: str, hidden_size: int) -> GatedConvTensors:
         """See `TokenMixerConfig`."""
@@ -109,14 +128,27 @@ class SplitMamba2(Mamba2Config):
         borders, _ = self.share.heads(self.whole.num_heads, self.whole.num_groups)
         return tuple(self.head_dim * border for border in borders)
 
+    @property
+    def channels(self) -> Ranges:
+        """See `Mamba2Config`."""
+        config, share = self.whole, self.share
+        borders, groups = share.heads(config.num_heads, config.num_groups)
+        group = _after(config.num_values, _times(config.state_size, groups[share.rank]))
+        values = _times(config.head_dim, share.own(borders))
+        return values, group, _after(config.num_groups * config.state_size, group)
+
+    @property
+    def first_head(self) -> int:
+        """See `Mamba2Config`."""
+        borders, _ = self.share.heads(self.whole.num_heads, self.whole.num_groups)
+        return borders[self.share.rank]
+
     def tensors(self, name: str, hidden_size: int) -> Mamba2Tensors:
         """See `TokenMixerConfig`."""
-        whole, share, config = self.whole.tensors(name, hidden_size), self.share, self.whole
-        borders, groups = share.heads(config.num_heads, config.num_groups)
+        whole, share, config, channels = self.whole.tensors(name, hidden_size), self.share, self.whole, self.channels
+        borders, _ = share.heads(config.num_heads, config.num_groups)
         heads, num_values, is_joined = share.own(borders), config.num_values, self.joined_values is not None
         values = _times(config.head_dim, heads)
-        group = _after(num_values, _times(config.state_size, groups[share.rank]))
-        channels = [values, group, _after(config.num_groups * config.state_size, group)]
         inputs = [values, *(_after(num_values, each) for each in channels)]
         return whole._replace(
             inputs=RowsPart.of(whole.inputs, [*inputs, _after(num_values + config.num_channels, heads)]),

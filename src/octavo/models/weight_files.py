@@ -35,7 +35,7 @@ _OUTSIDE = re.compile(r"^(?:backbone|model)\.(embeddings|norm_f)(?=\.)")
 _OUTSIDE_PARTS = {"embeddings": "embed_tokens", "norm_f": "norm"}
 _MIXER = re.compile(r"^(?:backbone|model)(\.layers\.(?:\d+|\*)\.)(?:mixer\.(\w+)|norm)(?=\.|$)")
 _MIXER_PARTS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "self_attn") | dict.fromkeys(
-    ("up_proj", "down_proj", "gate", "experts", "shared_experts"), "mlp"
+    ("up_proj", "down_proj", "gate", "experts", "shared_experts", "fc1_latent_proj", "fc2_latent_proj"), "mlp"
 )
 _MIXTRAL_PARTS = {"gate": "gate", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 # Parts of LFM2's names and what replaces them, in this order.

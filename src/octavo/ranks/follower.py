@@ -116,7 +116,8 @@ def _allocate_kv(
     note_copied: Callable[[int], None] = _note_nothing
     if memory is not None:
         num_blocks = [count + num_scratch_blocks for count in sizes.num_blocks]
-        shared = SharedKV.of(memory, layout, num_blocks, block_size, sizes.kv_dtype)
+        state_dtype = str(model.dtype).removeprefix("torch.")
+        shared = SharedKV.of(memory, layout, num_blocks, block_size, sizes.kv_dtype, state_dtype)
         allocate, note_copied = shared.allocate, shared.note_copied
     cache = PagedKVCache(
         layout,

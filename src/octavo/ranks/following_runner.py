@@ -76,6 +76,8 @@ class FollowingRunner:
         positions, ones = np.array(message.positions), np.ones(len(rows), dtype=np.int64)
         batch.write_scratch_blocks(rows, [blocks[rows] for blocks in self._scratch_blocks])
         batch.token_ids[rows, positions] = message.token_ids
-        starts = np.arange(len(rows) + 1)
-        token_ids, attention, _ = batch.gather(rows, positions, ones, starts, num_groups=len(self._scratch_blocks))
+        starts, cache = np.arange(len(rows) + 1), draft.kv_cache
+        states = [] if cache.states is None else batch.draft_states(rows, positions)
+        num_groups = len(cache.groups_of_tokens)
+        token_ids, attention, _ = batch.gather(rows, positions, ones, starts, num_groups=num_groups, states=states)
         draft.model.compute_logits(draft(token_ids, attention))

@@ -147,7 +147,7 @@ class Leader:
     def blocks_of_ranks(self, architecture: Architecture, kv_cache: PagedKVCache) -> BlocksOfRanks:
         """See `StepLeader`. Call it after `allocate`, and only if `shares_kv` is True."""
         num_blocks = [len(group.blocks) for group in kv_cache.groups]
-        size = kv_cache.block_size, kv_cache.dtype_name
+        size = kv_cache.block_size, kv_cache.dtype_name, kv_cache.state_dtype_name
         others = [
             SharedKV.of(memory, rank.kv_layout, num_blocks, *size)
             for memory, rank in zip(self._kv_memory, architecture.ranks[1:], strict=True)

@@ -1,7 +1,7 @@
 """Lets rank 0 transfer the KV of all ranks between their caches and stores.
 
-Stores keep undivided blocks, with the heads of all ranks. If KV is transferred, each other rank has its KV cache in
-memory that rank 0 maps, too. Rank 0's transfer threads copy there directly.
+Stores keep undivided blocks and undivided recurrent states, with the heads of all ranks. If KV is transferred, each
+other rank has its KV cache in memory that rank 0 maps, too. Rank 0's transfer threads copy there directly.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from octavo.data.scheduler_output import need_parts
-from octavo.worker.stored_blocks import HostBuffer, HostPart
+from octavo.kv_transfer.stored_states import count_pieces
+from octavo.worker.stored_blocks import HostBuffer, HostPart, StatePart
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -73,9 +74,18 @@ class SharedKV:
         self._unused = iter([group for group in self.groups if len(group)])
 
     @classmethod
-    def of(cls, memory: int, layout: KVLayout, num_blocks: Sequence[int], block_size: int, dtype: str) -> SharedKV:
-        """Map the memory for a rank's layout. num_blocks: by KV group."""
-        return cls(memory, [*map(operator.mul, num_blocks, layout.block_bytes(block_size, dtype))])
+    def of(
+        cls,
+        memory: int,
+        layout: KVLayout,
+        num_blocks: Sequence[int],
+        block_size: int,
+        dtype: str,
+        state_dtype: str,
+    ) -> SharedKV:
+        """Map the memory for a rank's layout. num_blocks: by KV group. state_dtype: see `PagedKVCache`."""
+        sizes = *layout.block_bytes(block_size, dtype), layout.state_bytes(state_dtype)
+        return cls(memory, [*map(operator.mul, num_blocks, sizes)])
 
     def allocate(self, num_bytes: int) -> Tensor:
         """Return the memory of the next KV group that is not empty."""
@@ -99,8 +109,6 @@ class BlocksOfRanks:
     architecture: rank 0's share. followers: KV of ranks 1, 2, ... leader: sends them the steps.
     """
 
-    num_state_pieces = 0  # ranks do not compute recurrent layers
-
     def __init__(
         self, architecture: Architecture, kv_cache: PagedKVCache, followers: Sequence[SharedKV], leader: StepSender
     ) -> None:
@@ -111,16 +119,16 @@ class BlocksOfRanks:
         group_bytes = self._whole.block_bytes(*self._size)
         self.block_bytes, self.part_bytes = sum(group_bytes), group_bytes[0]
         self._group_starts = [*accumulate(group_bytes, initial=0)]
+        self._state_dtype = kv_cache.state_dtype_name
+        self.num_state_pieces = count_pieces(self._whole.state_bytes(self._state_dtype), self.block_bytes)
         self._blocks = [[group.blocks.view(torch.uint8).numpy() for group in kv_cache.groups]]
         counts = [len(group.blocks) for group in kv_cache.groups]
-        for layout, follower in zip(self._layouts[1:], followers, strict=True):
-            shapes = zip(counts, layout.block_bytes(*self._size), strict=True)
-            self._blocks.append([data.reshape(shape) for data, shape in zip(follower.groups, shapes, strict=True)])
+        self._blocks += ([*map(_in_rows, each.groups, counts)] for each in followers)
 
     def make_buffer(self, num_blocks: int) -> HostBuffer:
         """See `TransferredBlocks`."""
         rows = np.empty((num_blocks, self.block_bytes), np.uint8)
-        return HostBuffer(rows, [*self._parts(rows)])
+        return HostBuffer(rows, [*self._parts(rows)], [*self._state_parts()])
 
     def _parts(self, rows: NDArray[np.uint8]) -> Iterator[HostPart]:
         """Yield each rank's part of each run of layers that store the same."""
@@ -135,6 +143,11 @@ class BlocksOfRanks:
                     own_run = _select(blocks[group], own_columns[rank], same)
                     own, part = spec.match(own_run, whole.layers[same[0]], stored_run)
                     yield HostPart(group, own, part, is_repeated=spec in specs[:rank])
+
+    def _state_parts(self) -> Iterator[StatePart]:
+        for layout, (*_, slots) in zip(self._layouts, self._blocks, strict=True):
+            for own, start, num_bytes in layout.state_runs(self._whole, self._state_dtype):
+                yield StatePart(slots[:, own : own + num_bytes], start, num_bytes)
 
     def mark(self) -> Mark:
         """See `TransferredBlocks`."""
@@ -166,6 +179,10 @@ class _CopiesMark:
             time.sleep(pause_s)
             waited_s += pause_s
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _in_rows(data: NDArray[np.uint8], num_rows: int) -> NDArray[np.uint8]:
+    return data.reshape(num_rows, len(data) // num_rows)
 
 
 def _select(blocks: NDArray[np.uint8], columns: Mapping[int, slice], layers: Sequence[int]) -> NDArray[np.uint8]:

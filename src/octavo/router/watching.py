@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from octavo.config import RouterConfig
+    from octavo.router.discovery import Source
     from octavo.router.engines import EngineHandle, EnginePool
     from octavo.router.launcher import Launcher
     from octavo.router.upstream import Upstream
@@ -54,7 +55,7 @@ class EngineWatch:
 
     def __init__(self, pool: EnginePool, upstream: Upstream, config: RouterConfig, launcher: Launcher) -> None:
         self._pool, self._upstream, self._config, self._launcher = pool, upstream, config, launcher
-        self._sources = make_sources(config)
+        self._sources: list[Source] = [*make_sources(config), launcher]
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake: dict[EngineHandle, asyncio.Event] = {}
 

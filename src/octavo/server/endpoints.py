@@ -24,6 +24,8 @@ class Endpoint:
 
     handler: Takes the service, the HTTP request, and the checked body if `body` is not None.
     answer: Type of the answer, or None to omit the type from the OpenAPI document.
+    query: Type whose fields are the query parameters, for the OpenAPI document. The handler checks them.
+    may_be_text: True if the answer may also be plain text.
     """
 
     handler: Handler
@@ -31,6 +33,8 @@ class Endpoint:
     body: type[BaseModel] | None
     answer: Any
     is_streamed: bool
+    query: type[BaseModel] | None
+    may_be_text: bool
 
     @property
     def __wrapped__(self) -> Handler:
@@ -39,13 +43,18 @@ class Endpoint:
 
 
 def endpoint(
-    *, body: type[BaseModel] | None = None, answer: Any = None, is_streamed: bool = False
+    *,
+    body: type[BaseModel] | None = None,
+    answer: Any = None,
+    is_streamed: bool = False,
+    query: type[BaseModel] | None = None,
+    may_be_text: bool = False,
 ) -> Callable[[Handler], Endpoint]:
     """Return a decorator for a handler. The first line of the handler's docstring becomes the route's summary."""
 
     def declare(handler: Handler) -> Endpoint:
         summary = (handler.__doc__ or "").partition("\n")[0]
-        return Endpoint(handler, summary, body, answer, is_streamed)
+        return Endpoint(handler, summary, body, answer, is_streamed, query, may_be_text)
 
     return declare
 

@@ -24,7 +24,7 @@ from octavo.server.answers.answer_form import AnswerStyle
 from octavo.server.answers.answering import unless_disconnected
 from octavo.server.answers.job_outputs import error_of
 from octavo.server.api.extra_fields import ExtraFields
-from octavo.server.telemetry.metrics import EngineCollector
+from octavo.server.telemetry.metrics import engine_collector
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -82,7 +82,10 @@ class Service(HttpService):
         self.settings = dict(settings or {})
         config = config or ServerConfig()
         super().__init__(
-            config, EngineCollector(self), num_bodies=_BODIES, max_waiting_tokens=config.max_num_waiting_tokens
+            config,
+            engine_collector(self, config.metrics_prefix),
+            num_bodies=_BODIES,
+            max_waiting_tokens=config.max_num_waiting_tokens,
         )
         self.model_names = self.config.served_model_names or (self.model_info.name,)
         self.extra_fields = ExtraFields()

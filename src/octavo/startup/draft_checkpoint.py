@@ -59,8 +59,6 @@ def find_draft_checkpoint(
 
 def _rounded(config: ModelConfig, target: ServedModel, quantization: str) -> DraftCheckpoint:
     """Return the target in fewer bits."""
-    if target.architecture.kv_layout.states:
-        raise ConfigError("method quantized does not work with recurrent layers yet; use suffix, ngram or draft_model")
     stored = target.architecture.stored
     if stored is not None:
         raise ConfigError(

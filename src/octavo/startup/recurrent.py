@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError
+from octavo.kernels import IN_TRITON
 from octavo.worker.device import resolve_device
 
 if TYPE_CHECKING:
@@ -12,23 +13,15 @@ if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
 
 
-def check_recurrent_layers(config: EngineConfig, architecture: Architecture, *, has_store: bool) -> None:
+def check_recurrent_layers(config: EngineConfig, architecture: Architecture) -> None:
     """Raise `ConfigError` if the user asked for something that does not work with recurrent layers yet.
 
-    That is a GPU, kv_direct, or KV stores together with ranks.
+    That is a GPU without Triton's kernels, or kv_direct.
     """
     if not architecture.kv_layout.states:
         return
-    if resolve_device(config.device.device).type != "cpu":
-        raise ConfigError("models with recurrent layers run only on CPUs yet: choose device cpu")
-    if config.device.kernels == "triton":
-        raise ConfigError("kernels triton do not compute recurrent layers yet: choose kernels auto")
-    has_store = has_store or config.kv_transfer.names_store or config.kv_transfer.role != "both"
-    if has_store and config.device.tensor_parallel_size > 1:
-        raise ConfigError(
-            "with recurrent layers, KV stores and the roles prefill and decode do not work with tensor_parallel_size "
-            "above 1 yet: choose tensor_parallel_size 1, or no store and role both"
-        )
+    if resolve_device(config.device.device).type != "cpu" and config.device.kernels not in IN_TRITON:
+        raise ConfigError("on a GPU, recurrent layers need Triton's kernels: choose kernels triton or device cpu")
     if config.kv_transfer.direct:
         raise ConfigError(
             "kv_direct does not work with recurrent layers, because it does not transfer their states: use a store "

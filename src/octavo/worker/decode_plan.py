@@ -45,6 +45,8 @@ def make_decode_plan(
     is_plain = architecture.num_position_dims == 1 and len(architecture.attentions) == len(architecture.layers)
     if sizes and architecture.tables:
         logger.info("no decode graphs are captured: each step reads per-layer embeddings on the host")
+    if sizes and architecture.kv_layout.states:
+        logger.info("no decode graphs are captured: recurrent layers do not support them yet")
     if not sizes or architecture.tables or not is_plain or not model.kernels.captures_graphs(experts):
         return None
     table_width, dtype = -(-max_model_len // block_size), str(model.dtype).removeprefix("torch.")

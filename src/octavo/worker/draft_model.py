@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from octavo.data.scheduler_output import SchedulerOutput
-    from octavo.kernels.interface import DecodePlan, Kernels
+    from octavo.kernels.interface import AttentionBatch, DecodePlan, Kernels
     from octavo.models.draft_checkpoint import DraftCheckpoint
     from octavo.models.layers import CausalLM
     from octavo.worker.draft_kv import DraftKV
@@ -121,6 +121,7 @@ class DraftRunner:
         self._verification = verification
         self._draft_probs = draft_probs
         self._scratch_blocks = scratch_blocks(cache, draft.max_num_seqs)
+        self._num_groups, self._has_states = len(cache.groups_of_tokens), cache.states is not None
         self._requests: list[RequestRow] = []
         self._rows = self._num_known = self._num_tokens = self._num_computed = np.empty(0, dtype=np.int64)
         self._drawn_from: list[list[Tensor]] = []
@@ -177,15 +178,8 @@ class DraftRunner:
     def _choose_after(
         self, indices: NDArray[np.int64], counts: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        rows, first, num_tokens = self._rows[indices], self._num_computed[indices], self._num_tokens[indices]
-        token_ids, attention, (known_there,) = self._batch.gather(
-            rows,
-            first,
-            counts,
-            np.arange(len(counts) + 1),
-            [num_tokens.astype(np.int32)],
-            num_groups=len(self._scratch_blocks),
-        )
+        num_tokens = self._num_tokens[indices]
+        token_ids, attention, known_there = self._gather(indices, counts, np.arange(len(counts) + 1), num_tokens)
         hidden = self.forward_pass(token_ids, attention)
         self._note_known(indices, num_tokens)
         return self._choose(indices, hidden, known_there)
@@ -196,20 +190,29 @@ class DraftRunner:
         ends = self._num_computed[indices] + counts
         is_due, is_part = ends == self._num_tokens[indices], counts > 0
         part = indices[is_part]
-        token_ids, attention, (known_there,) = self._batch.gather(
-            self._rows[part],
-            self._num_computed[part],
-            counts[is_part],
-            np.append(0, is_due[is_part].cumsum()),
-            [ends[is_due].astype(np.int32)],
-            num_groups=len(self._scratch_blocks),
-        )
+        output_start = np.append(0, is_due[is_part].cumsum())
+        token_ids, attention, known_there = self._gather(part, counts[is_part], output_start, ends[is_due])
         hidden = self.forward_pass(token_ids, attention)
         self._note_known(indices, ends)
         chosen, can_continue = np.full(len(indices), -1, dtype=np.int64), np.zeros(len(indices), dtype=bool)
         if len(hidden):
             chosen[is_due], can_continue[is_due] = self._choose(indices[is_due], hidden, known_there)
         return chosen, can_continue
+
+    def _gather(
+        self,
+        indices: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        output_start: NDArray[np.int64],
+        num_known: NDArray[np.int64],
+    ) -> tuple[Tensor, AttentionBatch, Tensor]:
+        rows, first = self._rows[indices], self._num_computed[indices]
+        states = self._batch.draft_states(rows, first) if self._has_states else []
+        others, num_groups = [num_known.astype(np.int32)], self._num_groups
+        token_ids, attention, (known_there,) = self._batch.gather(
+            rows, first, counts, output_start, others, num_groups=num_groups, states=states
+        )
+        return token_ids, attention, known_there
 
     def _note_known(self, indices: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
         if not self._has_noted:

@@ -351,6 +351,15 @@ class InputBatch:
         sampled = self.last_sampled[(-1 - fed).clamp(min=0)].clamp(min=0)
         return torch.where(fed < 0, sampled, fed)
 
+    def draft_states(self, rows: NDArray[np.int64], first: NDArray[np.int64]) -> list[NDArray[np.generic]]:
+        """Return the states of a pass that drafts with the states of this batch, for `gather`.
+
+        first: position of each row's only token. Call it after `write_scratch_blocks`.
+        """
+        assert self._states is not None
+        slots, scratch_slots = (self.block_tables[-1][rows, index] for index in (0, 1))
+        return self._states.draft_arrays(rows, first, slots, scratch_slots, self.num_tokens[rows])
+
     def write_scratch_blocks(self, rows: NDArray[np.int64], block_ids: Sequence[NDArray[np.int32]]) -> None:
         """Append each KV group's scratch blocks [len(rows), n]."""
         for tables, num_blocks, ids in zip(self.block_tables, self.num_blocks, block_ids, strict=False):

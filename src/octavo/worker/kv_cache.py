@@ -87,6 +87,7 @@ class PagedKVCache:
         self.block_size, self.device, self.num_host_blocks = block_size, device, num_host_blocks
         self.num_kept_rows = num_kept_rows if layout.states else 0
         self.dtype_name = kind = str(dtype).removeprefix("torch.")
+        self.state_dtype_name = str(state_dtype).removeprefix("torch.")
         self.groups: list[GroupMemory] = []
         self._layers: dict[int, tuple[Tensor, ...]] = dict.fromkeys(range(len(layout.layers)), ())
         each_bytes, columns = layout.block_bytes(block_size, kind), layout.columns(block_size, kind)
@@ -99,7 +100,8 @@ class PagedKVCache:
                 start, end = (each // dtype.itemsize for each in (columns[number].start, columns[number].stop))
                 self._layers[number] = layout.layers[number].views(blocks[:, start:end], block_size)
         if layout.states:
-            states, layers = make_states(layout, num_blocks[-1], num_kept_rows, state_dtype, device)
+            num_slots = num_blocks[-1] + num_scratch_blocks
+            states, layers = make_states(layout, num_slots, num_kept_rows, state_dtype, device, allocate)
             in_host = _reserve_host(num_host_states, states.shape[1], dtype=torch.uint8, device=device)
             self.groups.append(GroupMemory(RecurrentStates(), num_blocks[-1], states, in_host))
             self._layers |= layers
@@ -178,14 +180,19 @@ class PagedKVCache:
 
 
 def make_states(
-    layout: KVLayout, num_slots: int, num_kept_rows: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    layout: KVLayout,
+    num_slots: int,
+    num_kept_rows: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    allocate: Callable[[int], Tensor] | None = None,
 ) -> tuple[Tensor, dict[int, tuple[Tensor, ...]]]:
     """Allocate recurrent states, all zero: uint8 [num_slots, bytes of a sequence's states].
 
     Also return each layer's views of the states, followed by its kept rows. dtype: of activations.
     """
     name = str(dtype).removeprefix("torch.")
-    memory = torch.zeros(num_slots, layout.state_bytes(name), dtype=torch.uint8, device=device)
+    memory = _reserve(num_slots, layout.state_bytes(name), dtype=torch.uint8, device=device, allocate=allocate).zero_()
     layers: dict[int, tuple[Tensor, ...]] = {}
     start = 0
     for number, spec in layout.states.items():
@@ -222,7 +229,7 @@ def _reserve(
     block_bytes: int,
     *,
     dtype: torch.dtype,
-    device: torch.device,
+    device: torch.device | str,
     allocate: Callable[[int], Tensor] | None,
 ) -> Tensor:
     shape = (num_blocks, block_bytes // dtype.itemsize)

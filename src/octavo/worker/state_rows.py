@@ -82,6 +82,28 @@ class StateRows:
         ]
         return [np.asarray(each, dtype=np.int32) for each in arrays]
 
+    def draft_arrays(
+        self,
+        rows: NDArray[np.int64],
+        first: NDArray[np.int64],
+        slots: NDArray[np.int32],
+        scratch_slots: NDArray[np.int32],
+        num_known: NDArray[np.int64],
+    ) -> list[NDArray[np.generic]]:
+        """Return the arrays of a `StateBatch` for drafting after position `first`, which change no request's state.
+
+        The first pass begins with the last known token. It replays the kept rows and writes to scratch slots. Later
+        passes continue from there.
+        """
+        is_first, ones = first == num_known - 1, np.ones(len(rows), dtype=np.int64)
+        stored = np.where(is_first, self._num_stored[rows], first)
+        num_replayed = first - stored
+        assert ((num_replayed >= 0) & (num_replayed <= self._num_kept[rows])).all(), "a kept row is missing"
+        sources = _sources(num_replayed, ones, np.arange(len(rows)), rows * self._most_kept)
+        read_slots = np.where(is_first, np.where(stored > 0, slots, _ZERO_STATE), scratch_slots)
+        arrays = [starts(num_replayed + ones), sources, read_slots, scratch_slots, num_replayed + ones, *[ones[:0]] * 4]
+        return [np.asarray(each, dtype=np.int32) for each in arrays]
+
     @staticmethod
     def batch(tensors: Iterator[torch.Tensor]) -> StateBatch:
         """Return the batch of the next tensors, which are copies of `arrays`."""

@@ -21,7 +21,7 @@ from octavo.worker.host_copies import CudaQueue, Passed
 from octavo.worker.pinned_memory import pinned_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -187,10 +187,13 @@ class StoredBlocks:
             parts = [
                 HostPart(group, part.blocks.numpy(), rows[:, part.columns]) for group, part in enumerate(self._parts)
             ]
-            return HostBuffer(rows, parts, None if self._states is None else self._states.numpy())
+            return HostBuffer(rows, parts, self._state_parts())
         buffer = StagedBuffer(self._parts, self.block_bytes, num_blocks, stream, self._device, self._states)
         stream.wait(self.mark())  # the buffer may reuse memory of running steps
         return buffer
+
+    def _state_parts(self) -> list[StatePart]:
+        return [] if self._states is None else [StatePart(self._states.numpy(), 0, self._states.shape[1])]
 
     def mark(self) -> Mark:
         """See `TransferredBlocks`."""
@@ -216,12 +219,21 @@ class HostPart(NamedTuple):
     is_repeated: bool = False
 
 
-class HostBuffer:
-    """The `PieceBuffer` of a CPU. rows: a block each. states: [num_slots, bytes of a sequence's states]."""
+class StatePart(NamedTuple):
+    """Neighbouring bytes of a sequence's states, uint8 [num_slots, num_bytes].
 
-    def __init__(
-        self, rows: NDArray[np.uint8], parts: Sequence[HostPart], states: NDArray[np.uint8] | None = None
-    ) -> None:
+    place: of the first byte in a stored state. Several parts may have the same place, and have the same content then.
+    """
+
+    slots: NDArray[np.uint8]
+    place: int
+    num_bytes: int
+
+
+class HostBuffer:
+    """The `PieceBuffer` of a CPU. rows: a block each."""
+
+    def __init__(self, rows: NDArray[np.uint8], parts: Sequence[HostPart], states: Sequence[StatePart] = ()) -> None:
         self._rows, self._parts, self._states = rows, parts, states
 
     def views(self, count: int) -> list[memoryview]:
@@ -249,20 +261,27 @@ class HostBuffer:
     def write_state(self, slot: int, first: int, count: int, after: Mark) -> None:
         """See `PieceBuffer`."""
         after.synchronize()
-        state, memory = self._pieces(slot, first, count)
-        np.copyto(state, memory[: len(state)])
+        for state, piece in self._in_both(slot, first, count):
+            np.copyto(state, piece)
 
     def read_state(self, slot: int, first: int, count: int, after: Mark) -> None:
         """See `PieceBuffer`."""
         after.synchronize()
-        state, memory = self._pieces(slot, first, count)
-        np.copyto(memory[: len(state)], state)
-        memory[len(state) :] = 0
+        self._rows[:count] = 0
+        for state, piece in self._in_both(slot, first, count):
+            np.copyto(piece, state)
 
-    def _pieces(self, slot: int, first: int, count: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        assert self._states is not None
-        size = self._rows.shape[1]
-        return self._states[slot, first * size : (first + count) * size], self._rows[:count].reshape(-1)
+    def _in_both(self, slot: int, first: int, count: int) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
+        """Yield bytes of a slot, and the same bytes of pieces."""
+        start, pieces = first * self._rows.shape[1], self._rows[:count].reshape(-1)
+        end = start + len(pieces)
+        for slots, place, num_bytes in self._states:
+            if place < end and start < place + num_bytes:
+                both = slice(max(start, place), min(end, place + num_bytes))
+                yield (
+                    slots[slot, both.start - place : both.stop - place],
+                    pieces[both.start - start : both.stop - start],
+                )
 
 
 class StagedBuffer:

@@ -180,9 +180,7 @@ class Worker:
         self.runner = self._make_runner()
         self.kv_cache = self.runner.kv_cache
         if self._leader is not None:
-            shares_kv = self.draft is not None and self.draft.checkpoint.shares_kv
-            num_scratch_blocks = self.draft.num_scratch_blocks if self.draft and shares_kv else 0
-            self._leader.allocate(self.info, num_scratch_blocks, self.kv_cache.num_kept_rows)
+            self._leader.allocate(self.info, self._num_scratch_blocks, self.kv_cache.num_kept_rows)
         self._on_device(lambda: warm_up(self.runner, self.info.num_warm_up_tokens))
         if self.runner.expert_tally is not None:
             self.runner.expert_tally.reset()
@@ -227,7 +225,7 @@ class Worker:
                 strict=False,  # states follow
             )
         ]
-        num_scratch_blocks = self._num_scratch_blocks if draft is not None and draft.checkpoint.shares_kv else 0
+        num_scratch_blocks = self._num_scratch_blocks * self.scheduler_config.max_num_seqs
         num_tokens = min(size.blocks_of_groups[: len(groups)]) * block_size
         if layout.states:
             of_all_ranks = sum(rank.kv_layout.state_bytes(self.dtype) for rank in architecture.ranks)
@@ -254,7 +252,8 @@ class Worker:
 
     @property
     def _num_scratch_blocks(self) -> int:
-        return 0 if self.draft is None else self.draft.num_scratch_blocks * self.scheduler_config.max_num_seqs
+        """Blocks per request, and slots per request, for drafts from the model's own KV and states."""
+        return self.draft.num_scratch_blocks if self.draft is not None and self.draft.checkpoint.shares_kv else 0
 
     def take_fingerprint(self) -> EngineFingerprint:
         """Check rotary tables. Return checksums of weights, tables and logits (only with compiled CPU kernels).
@@ -322,15 +321,14 @@ class Worker:
         )
 
     def _make_runner(self) -> ModelRunner:
-        draft, info, num_scratch_blocks = self.draft, self.info, self._num_scratch_blocks
+        draft, info, most = self.draft, self.info, self.scheduler_config.max_num_seqs
         make_cache = partial(self._make_cache, num_host_blocks=info.num_host_blocks)
         draft_cache = None
         if draft is not None and not draft.checkpoint.shares_kv:
             draft_layout = draft.model.architecture.kv_layout.without_windows
             draft_cache = make_cache(
-                draft_layout, draft.kv_dtype, [info.num_blocks], num_scratch_blocks=num_scratch_blocks
+                draft_layout, draft.kv_dtype, [info.num_blocks], num_scratch_blocks=draft.num_scratch_blocks * most
             )
-            num_scratch_blocks = 0
         return ModelRunner(
             self.model,
             self.kernels,
@@ -338,10 +336,10 @@ class Worker:
                 self.model.architecture.kv_layout,
                 self.kv_dtype,
                 [group.spec.num_blocks for group in info.kv_groups],
-                num_scratch_blocks=num_scratch_blocks,
+                num_scratch_blocks=self._num_scratch_blocks * most,
                 num_host_states=info.kv_groups[-1].spec.num_host_blocks,
             ),
-            max_num_seqs=self.scheduler_config.max_num_seqs,
+            max_num_seqs=most,
             max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             grammars=self.grammars,
@@ -385,9 +383,11 @@ class Worker:
 
     @property
     def _state_bytes(self) -> int:
-        """Bytes of a running request's states and kept rows."""
+        """Bytes of a running request's states, those of its drafts, and kept rows."""
         layout, num_kept = self.model.architecture.kv_layout, 1 + self.num_speculative_tokens
-        return layout.state_bytes(self.dtype) + num_kept * layout.kept_bytes(self.dtype)
+        return (1 + self._num_scratch_blocks) * layout.state_bytes(self.dtype) + num_kept * layout.kept_bytes(
+            self.dtype
+        )
 
     def _take_states_that_fit(self) -> None:
         """Lower max_num_seqs if recurrent states would take more than half of the free memory."""
@@ -402,6 +402,8 @@ class Worker:
                 "max_num_seqs is lowered from %d to %d: the states of a request take %d bytes", wanted, most, size
             )
             self.scheduler_config = replace(self.scheduler_config, max_num_seqs=most)
+            if self.draft is not None:
+                self.draft = replace(self.draft, max_num_seqs=most)
         logger.info("recurrent states: %d bytes", self.scheduler_config.max_num_seqs * size)
 
     def _take_steps_that_fit(self) -> None:

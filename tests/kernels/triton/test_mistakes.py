@@ -4,17 +4,28 @@ import re
 from pathlib import Path
 
 import pytest
+import test_attention_gate
 import test_elementwise
+import test_gated_delta
+import test_gated_norm
+import test_kept_rows
+import test_mamba2
+import test_multiply
 import test_rejection
+import test_relu_squared
+import test_short_conv
 import test_triton_experts
 import test_triton_latents
 import test_triton_matmul
 import test_triton_sampling
+import test_triton_states
 import test_triton_values
 import torch
+from kernel_accuracy import assert_as_exact_as_torch
 
 from octavo.kernels import triton as package
 from octavo.kernels.operations.choose_experts import SIGMOID, SOFTMAX, SOFTMAX_OF_CHOSEN
+from octavo.kernels.reference import ReferenceKernels
 from octavo.kernels.triton import backend
 
 # The interpreter uses numpy, which warns of intended values: infinities and NaN.
@@ -173,6 +184,87 @@ def sorted_rows(kernels, generator):
 def added_experts(kernels, generator):
     test_triton_experts.assert_added_as_by_torch(kernels, generator, 60, 20)
     test_triton_experts.assert_added_as_by_torch(kernels, generator, 128, 8, shared="gated", size=530)
+
+
+def delta(kernels, generator):
+    for is_tiled in (False, True):
+        shape, dtype = (2, 4, 20, 32), torch.float32
+        test_gated_delta.test_results_and_state_are_as_exact_as_torch(shape, dtype, is_tiled, kernels, generator)
+
+
+def mamba(kernels, generator):
+    test_mamba2.test_results_and_state_are_as_exact_as_torch(
+        (2, 4, 20, 32), torch.float32, (0.5, 1.0), kernels, generator
+    )
+
+
+def small_steps(kernels, generator):
+    inputs = test_mamba2.Inputs((1, 2, 16, 16), torch.float32, generator, num_rows=3)
+    inputs.dt -= 12.0
+    inputs.state.zero_()
+    inputs.skip.zero_()
+    (exact, _), (plain, _), (found, _) = inputs.exact(), inputs.run(ReferenceKernels()), inputs.run(kernels)
+    assert_as_exact_as_torch(found, plain, exact)
+
+
+def schedules(kernels, generator, name):
+    case = test_triton_states.CASES[name](17 + test_kept_rows.NUM_WRONG, torch.float32, generator)
+    for seed in range(3):
+        assert not test_kept_rows.find_differences(case, kernels, [8, 3, 6], 4, seed)
+
+
+def delta_in_schedules(kernels, generator):
+    schedules(kernels, generator, "delta")
+
+
+def mamba_in_schedules(kernels, generator):
+    schedules(kernels, generator, "mamba")
+
+
+def conv_in_schedules(kernels, generator):
+    schedules(kernels, generator, "conv of 8")
+
+
+def convolution(kernels, generator):
+    for has_bias in (False, True):
+        test_short_conv.test_convolution_is_as_exact_as_torch(
+            640, 3, torch.float32, has_bias, has_bias, kernels, generator
+        )
+    test_short_conv.test_taps_are_added_in_order_before_bias((2**30, -(2**30), 1), 0, 1, kernels)
+
+
+def gated_norm(kernels, generator):
+    for gate_first in (False, True):
+        for shape in ((5, 75, 25), (3, 2400, 1200)):
+            test_gated_norm.test_norm_is_as_exact_as_torch(
+                shape, torch.bfloat16, True, gate_first, gate_first, kernels, generator
+            )
+        test_triton_states.test_normed_row_has_equal_bits_alone_and_as_slice_of_wider_rows(
+            kernels, generator, gate_first, 600
+        )
+
+
+def kept_rows(kernels, generator):
+    for widths in ((5, 0, 3), (700, 330, 5)):
+        test_kept_rows.test_rows_are_kept_side_by_side(widths, torch.bfloat16, kernels, generator)
+
+
+def multiplied(kernels, generator):
+    test_multiply.test_product_is_rounded_once_and_changes_only_x(kernels, generator, (5, 2048), torch.bfloat16)
+
+
+def squared(kernels, generator):
+    dtype = torch.bfloat16
+    test_relu_squared.test_negative_values_become_zero_and_others_are_squared(kernels, generator, WIDE, dtype)
+    test_relu_squared.test_nan_stays_nan(kernels, dtype)
+
+
+def sigmoid_gated(kernels, generator):
+    test_attention_gate.test_gate_multiplies_by_sigmoid_and_rounds_once(kernels, generator, (5, 16, 128), torch.float32)
+
+
+def copied_rows(kernels, generator):
+    test_attention_gate.test_copy_changes_only_the_named_heads(kernels, generator, (5, 16, 128), torch.bfloat16)
 
 
 KEPT = "return (key > cut_key) | ((key == cut_key) & (ids <= cut_id))"
@@ -404,6 +496,87 @@ MISTAKES = {
         ("add_experts", "1.0 + exponential(-tl.load(gate_ptr + row))", "1.0"),
         ("add_experts", "total[None, :], stack)", "total[None, :], stack + total[None, :])"),
         ("add_experts", "shared_ptr + row * size", "shared_ptr"),
+    ],
+    delta: [
+        ("gated_delta", "scale, LEVELS)\n        key", "1.0, LEVELS)\n        key"),
+        ("gated_delta", "+ _LEAST_SQUARES", "+ 1.0"),
+        ("gated_delta", "head % KEY_HEADS if IS_TILED", "0 if IS_TILED"),
+        ("gated_delta", "(KEY_HEADS + key_head) * DEPTH", "(KEY_HEADS + 0 * key_head) * DEPTH"),
+        ("gated_delta", "(value - sum", "(0.0 * value - sum"),
+        ("gated_delta", "softplus(a + dt_bias)", "softplus(a)"),
+        ("gated_delta", "* sigmoid(b)", "* 1.0"),
+        ("states", "return tl.where(x < 0.0, 0.0, x) +", "return", "gated_delta"),
+    ],
+    mamba: [
+        ("mamba2", "+ skip * x", "+ x"),
+        ("mamba2", "key_column + GROUPS * DEPTH", "key_column"),
+        ("mamba2", "size > dt_max, dt_max, size", "size > dt_max, size, size"),
+        ("mamba2", "size < dt_min, dt_min", "size < dt_min, size"),
+        ("mamba2", "head // (num_heads // GROUPS) * DEPTH", "head % GROUPS * DEPTH"),
+    ],
+    small_steps: [
+        ("states", "twice_atanh(tl.div_rn(y, 2.0 + y))", "(tl.div_rn(1.0 + y, 1.0) - 1.0)", "mamba2"),
+    ],
+    delta_in_schedules: [
+        ("gated_delta", "(read_slot >= 0)", "(read_slot > 0)"),
+        ("gated_delta", "if write_rows == 0:", "if write_rows < 0:"),
+        ("gated_delta", "row + 1 - first, write_rows", "row - first, write_rows"),
+        ("gated_delta", "mask=(source >= 0) & is_column", "mask=(source > 0) & is_column"),
+        ("states", "(-1 - source) * kept_stride", "(-1 - source) // 2 * kept_stride", "gated_delta"),
+        ("states", "tl.where(is_below, middle + 1, low)", "tl.where(is_below, middle + 1, low + 1)", "gated_delta"),
+        ("states", "if num_rows == write_rows:", "if num_rows >= write_rows:", "gated_delta"),
+        ("states", "mask=saved < num_saved, other=-1", "mask=saved < num_saved - 1, other=-1", "gated_delta"),
+    ],
+    mamba_in_schedules: [
+        ("mamba2", "(read_slot >= 0)", "(read_slot > 0)"),
+        ("mamba2", "if write_rows == 0:", "if write_rows < 0:"),
+    ],
+    conv_in_schedules: [
+        ("short_conv", "& (at < first) & (read_slot >= 0)", "& (at < first) & (read_slot > 0)"),
+        ("short_conv", "is_row = at >= first", "is_row = at >= 0"),
+        ("short_conv", "is_there & (read_slot >= 0)", "is_there & (read_slot > 0)"),
+        ("short_conv", "other=first) + 1 - first", "other=first) - first"),
+        ("short_conv", "while saved <= last:", "while saved < last:"),
+        ("short_conv", "tl.minimum(count + tap, WIDTH - 2)", "tl.minimum(tap, WIDTH - 2)"),
+        ("short_conv", "sources_ptr + first + at", "sources_ptr + at"),
+    ],
+    convolution: [
+        ("short_conv", "at - first + WIDTH - 1", "at - first + WIDTH - 2"),
+        ("short_conv", "weight_ptr + tap * channels", "weight_ptr + (WIDTH - 1 - tap) * channels"),
+        ("short_conv", "if HAS_BIAS:", "if not HAS_BIAS:"),
+        ("short_conv", "if HAS_SILU:", "if not HAS_SILU:"),
+        ("short_conv", "in tl.static_range(WIDTH):", "in tl.static_range(WIDTH - 1, -1, -1):"),
+    ],
+    gated_norm: [
+        ("gated_norm", "if not GATE_FIRST:", "if GATE_FIRST:"),
+        ("gated_norm", "if not IS_SHARED:", "if False:"),
+        ("gated_norm", "squares += value * value", "squares = value * value"),
+        ("gated_norm", "token * gate_stride", "0 * token"),
+        ("gated_norm", "row % num_groups * WIDTH", "0 * row"),
+    ],
+    kept_rows: [
+        ("keep_rows", "kept_ptr + before,", "kept_ptr + x_width,"),
+        ("keep_rows", "source * stride", "source * width"),
+        ("keep_rows", "tl.load(keep_to_ptr + tl.program_id(0))", "tl.load(keep_to_ptr)"),
+        ("keep_rows", "tl.program_id(1) * BLOCK +", ""),
+    ],
+    multiplied: [
+        ("multiply", FIRST_TILE, "tl.arange(0, BLOCK)"),
+        ("multiply", "row * factor_stride", "row * width"),
+    ],
+    squared: [
+        ("relu_squared", FIRST_TILE, "tl.arange(0, BLOCK)"),
+        ("relu_squared", "tl.where(x < 0.0, 0.0, x)", "tl.where(x > 0.0, x, 0.0)"),
+        ("relu_squared", "tl.program_id(0).to(tl.int64) * width", "0 * width"),
+    ],
+    sigmoid_gated: [
+        ("sigmoid_gate", FIRST_TILE, "tl.arange(0, BLOCK)"),
+        ("sigmoid_gate", "row * gate_stride", "row * width"),
+        ("exponentials", "1.0 + exponential(-x)), x)", "1.0 + exponential(x)), x)", "sigmoid_gate"),
+    ],
+    copied_rows: [
+        ("copy_rows", FIRST_TILE, "tl.arange(0, BLOCK)"),
+        ("copy_rows", "row * x_stride", "row * width"),
     ],
     int4_with_minima: [("matmul_int4", "whole -= tl.load(offset_ptr", "whole += tl.load(offset_ptr")],
 }

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from gguf_files import write_gguf
 from paged_batches import paged_batch
-from recurrent_families import RECURRENT
 
 from octavo import CacheConfig, DeviceConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.config import SpeculativeConfig
@@ -18,12 +18,22 @@ from octavo.kernels.block_weight import BlockKind, random_blocks
 from octavo.kernels.operations.add import add
 from octavo.kernels.operations.add_experts import add_experts
 from octavo.kernels.operations.choose_experts import choose_experts
+from octavo.kernels.operations.copy_rows import copy_rows
 from octavo.kernels.operations.divide import divide
+from octavo.kernels.operations.gated_delta import gated_delta
+from octavo.kernels.operations.gated_norm import gated_norm
+from octavo.kernels.operations.keep_rows import keep_rows
 from octavo.kernels.operations.log_softmax import log_softmax
+from octavo.kernels.operations.mamba2 import mamba2
+from octavo.kernels.operations.multiply import multiply
+from octavo.kernels.operations.relu_squared import relu_squared
 from octavo.kernels.operations.rope_and_write_latents import rope_and_write_latents
+from octavo.kernels.operations.short_conv import short_conv
+from octavo.kernels.operations.sigmoid_gate import sigmoid_gate
 from octavo.kernels.operations.soft_cap import soft_cap
 from octavo.kernels.operations.sort_by_expert import sort_by_expert
 from octavo.kernels.quantization import quantize_int4, quantize_int8
+from octavo.kernels.state_batch import StateBatch, matrix_states
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import FAMILIES
 from octavo.worker.local_executor import LocalExecutor
@@ -129,10 +139,48 @@ def rows_of(name, num_rows, kernels, generator):
         kernels.linear(x, kernels.pack_linear(weight, torch.empty(VOCAB)))
 
 
+def states_of(num_rows, kernels):
+    """Launch the operations of recurrent layers on `num_rows` rows of as many sequences, with other numbers of saved
+    and kept rows.
+    """
+    starts, others = torch.arange(num_rows + 1, dtype=torch.int32), torch.zeros(num_rows % 3, dtype=torch.int32)
+    batch = replace(StateBatch.plain(starts, starts[:-1], starts[:-1]), saved_rows=others, saved_slots=others)
+    batch = replace(batch, keep_from=starts[:-1], keep_to=starts[:-1])
+    hidden, kept, rates = (torch.empty(num_rows, width, dtype=torch.bfloat16) for width in (WIDTH, 2 * WIDTH, 6))
+    numbers, x, a = torch.empty(3), hidden[:, 58:], rates[:, 3:]
+    for bias in (numbers[:0], torch.empty(464)):
+        short_conv(
+            kernels, x, x, torch.empty(4, 464), bias, torch.empty(9, 3, 464).bfloat16(), batch, True, hidden[:, :464]
+        )
+    states, delta = matrix_states(9, 3, 20, 32), hidden[:, : 2 * 20 + 96]
+    gated_delta(kernels, delta, a, a, delta, a, a, numbers, numbers, states, batch, 1, False, hidden[:, :96])
+    mamba2(kernels, delta, a, delta, a, numbers, numbers, numbers, 0.0, 1.0, states, batch, 1, hidden[:, :96])
+    keep_rows(kernels, hidden, hidden[:, :7], rates, kept, batch)
+    gated_norm(kernels, x, x, torch.empty(58), 1e-6, 58, True, hidden[:, :464])
+    multiply(kernels, x, hidden[:, :464])
+    relu_squared(kernels, hidden)
+    heads = hidden.view(num_rows, 3, -1)
+    sigmoid_gate(kernels, heads[:, 1:2], heads[:, :1])
+    copy_rows(kernels, heads[:, 1:2], heads[:, :1])
+
+
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     "name",
-    ["add", "norms", "attention", "experts", "latents", "tokens", "float32", "bfloat16", "int8", "int4", "blocks"],
+    [
+        "add",
+        "norms",
+        "attention",
+        "experts",
+        "latents",
+        "states",
+        "tokens",
+        "float32",
+        "bfloat16",
+        "int8",
+        "int4",
+        "blocks",
+    ],
 )
 def test_rows_select_only_tiles(name, kernels, generator):
     """So no number of rows has machine code of its own, and the warm-up needs one number for each choice of tiles."""
@@ -141,7 +189,10 @@ def test_rows_select_only_tiles(name, kernels, generator):
         keys = []
         for num_rows in same:
             with launches() as launched:
-                rows_of(name, num_rows, kernels, generator)
+                if name == "states":
+                    states_of(num_rows, kernels)
+                else:
+                    rows_of(name, num_rows, kernels, generator)
             keys.append(launched)
         assert keys[0]
         assert all(each == keys[0] for each in keys)
@@ -276,7 +327,7 @@ def test_compilations_while_serving_are_counted_and_logged(tmp_path, monkeypatch
 
 @pytest.mark.sweep(112)
 @pytest.mark.parametrize(("dtype", "quantization"), [("float32", None), ("bfloat16", "int8"), ("bfloat16", "fp8")])
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in RECURRENT])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_serving_every_family_compiles_nothing(name, dtype, quantization, tmp_path):
     model = write_checkpoint(tmp_path, tiny_config(name, **SIZES | {"dtype": dtype, "head_dim": 24}))
     with launches() as launched:

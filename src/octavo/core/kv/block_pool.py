@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from octavo.core.kv.cache_listener import NO_LISTENER
 from octavo.core.kv.content_pool import ContentPool
 from octavo.data.snapshot import BlockState
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from octavo.core.kv.block_hash import BlockHash
+    from octavo.core.kv.cache_listener import CacheListener
 
 BlockLink = tuple[int, int]  # (block id, generation)
 
@@ -62,11 +64,13 @@ class BlockPool(ContentPool[Block, Block]):
         num_blocks: int,
         on_evict: Callable[[Block], None] | None = None,
         on_forget: Callable[[Block], None] | None = None,
+        listener: CacheListener = NO_LISTENER,
     ) -> None:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         super().__init__(self.blocks[::-1])  # last released, first reused
         self._on_evict = on_evict or (lambda _block: None)
         self._on_forget = on_forget or (lambda _block: None)
+        self._listener = listener
         self.quarantined: set[int] = set()
 
     @property
@@ -205,6 +209,7 @@ class BlockPool(ContentPool[Block, Block]):
     def _forget(self, block: Block) -> None:
         assert block.hash is not None
         del self._index[block.hash]
+        self._listener.block_removed(block.hash)
         self._names.remove(block.name)
         block.hash, block.name, block.token_ids, block.parent, block.extra_keys = None, None, (), None, ()
         self._on_forget(block)
@@ -218,7 +223,8 @@ class BlockPool(ContentPool[Block, Block]):
     def quarantine(self, block: Block) -> None:
         """Take a block out of use."""
         if block.hash is not None:
-            self._index.pop(block.hash, None)
+            if self._index.pop(block.hash, None) is not None:
+                self._listener.block_removed(block.hash)
             self._names.discard(block.name)
             block.hash, block.name, block.token_ids, block.parent, block.extra_keys = None, None, (), None, ()
         self._on_forget(block)

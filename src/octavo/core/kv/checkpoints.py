@@ -146,9 +146,11 @@ class Checkpoints:
                 self._copies().block_copies.append((self.group.index, *copied))
         return self.group.plan_saves(request.sequence, num_tokens)
 
-    def commit(self, request: Request) -> None:
-        """Make the saves of computed blocks findable."""
+    def commit(self, request: Request) -> list[int]:
+        """Make the saves of computed blocks findable. Return their numbers of blocks."""
         num_committed, sequence = self._cache.num_committed_blocks(request), request.sequence
-        for border in self.group.commit(sequence, num_committed, self._pool.findable):
+        borders = self.group.commit(sequence, num_committed, self._pool.findable)
+        for border in borders:
             self._emit(CheckpointSaved, request.request_id, border * self._block_size)
         self._cache.end_checkpoints(request, num_committed)
+        return borders

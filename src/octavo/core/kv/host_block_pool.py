@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octavo.core.event_emitter import emit_nothing
+from octavo.core.kv.cache_listener import NO_LISTENER
 from octavo.core.kv.content_pool import ContentPool
 from octavo.data.events import HostBlockEvicted
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from octavo.core.kv.block_hash import BlockHash
     from octavo.core.kv.block_pool import Block, BlockLink
+    from octavo.core.kv.cache_listener import CacheListener
 
 
 _ONLY_FIRST_GROUP = frozenset({0})
@@ -42,12 +44,15 @@ class HostBlock:
 class HostBlockPool(ContentPool[int, HostBlock]):
     """The host blocks. KV of preempted requests can replace cached content, but is never replaced."""
 
-    def __init__(self, num_blocks: int, emit: Callable[..., None] = emit_nothing) -> None:
+    def __init__(
+        self, num_blocks: int, emit: Callable[..., None] = emit_nothing, listener: CacheListener = NO_LISTENER
+    ) -> None:
         self.num_blocks = num_blocks
         self.lent: dict[int, HostBlock | None] = {}  # cached content, or None if the copy frees the block
         super().__init__(list(range(num_blocks - 1, -1, -1)))
         self._num_followers: Counter[BlockLink | None] = Counter()  # blocks by parent's name
         self._emit = emit
+        self._listener = listener
 
     def _take_one(self) -> int:
         if self._free:
@@ -89,6 +94,7 @@ class HostBlockPool(ContentPool[int, HostBlock]):
         self._cached[block_id] = self._index[content.hash] = content
         self._names.add(content.name)
         self._num_followers[content.parent] += 1
+        self._listener.host_block_stored(content.hash, content.token_ids)
         return block_id
 
     def drop(self, block_id: int) -> None:
@@ -105,6 +111,7 @@ class HostBlockPool(ContentPool[int, HostBlock]):
 
     def _forget(self, content: HostBlock) -> None:
         del self._index[content.hash]
+        self._listener.host_block_removed(content.hash)
         self._names.remove(content.name)
         self._num_followers[content.parent] -= 1
         if not self._num_followers[content.parent]:

@@ -9,6 +9,7 @@ from octavo.core.event_emitter import emit_nothing
 from octavo.core.kv.block_chains import BlockChains
 from octavo.core.kv.block_pool import Block, BlockLink, BlockPool
 from octavo.core.kv.cache_history import MOST_REMEMBERED, CacheHistory
+from octavo.core.kv.cache_listener import NO_LISTENER
 from octavo.core.kv.checkpoints import Checkpoints
 from octavo.core.kv.groups import BoundedGroup, FullAttentionGroup, StateGroup, num_covered
 from octavo.core.kv.host_block_pool import HostBlockPool
@@ -20,6 +21,7 @@ from octavo.data.scheduler_output import BlockCopies
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from octavo.core.kv.cache_listener import CacheListener
     from octavo.core.kv.groups import Claim, KVGroup
     from octavo.data.kv_groups import KVGroupSpec
     from octavo.data.request import Request
@@ -53,10 +55,11 @@ class KVCacheManager:
         extra_keys: tuple[str, ...] = (),
         checkpoint_interval: int | None = None,
         emit: Callable[..., None] = emit_nothing,
+        listener: CacheListener = NO_LISTENER,
     ) -> None:
         self.block_size = block_size
-        self.pool = BlockPool(num_blocks, self._evicted, self._forgotten)
-        self.host = HostBlockPool(num_host_blocks, emit)
+        self.pool = BlockPool(num_blocks, self._evicted, self._forgotten, listener)
+        self.host = HostBlockPool(num_host_blocks, emit, listener)
         self.bounded = [
             BoundedGroup(
                 index,
@@ -92,10 +95,11 @@ class KVCacheManager:
             is_enabled=enable_prefix_caching,
             cache_decoded_blocks=cache_decoded_blocks,
             emit=emit,
+            listener=listener,
         )
         if self.checkpoints is not None:
             self.checkpoints.attach(self.prefix_cache)
-        self._emit = emit
+        self._emit, self._listener = emit, listener
         self._saved: dict[str, _Saved] = {}
         self._pins: dict[int, list[list[int]]] = {}  # pinned ids by transfer id and group
         self.grown: set[str] = set()  # requests with new blocks for the worker
@@ -288,15 +292,19 @@ class KVCacheManager:
             else:
                 self.host.drop(host_block)
 
-    def commit(self, request: Request) -> None:
-        """Add a request's full, computed blocks to the prefix cache."""
+    def commit(self, request: Request) -> list[int]:
+        """Add a request's full, computed blocks to the prefix cache, and make its saved states findable.
+
+        Return the numbers of blocks after which the states were saved, in ascending order.
+        """
         num_tokens = request.num_computed_tokens
         if num_tokens >= request.num_prompt_tokens or not self.prefix_cache.is_enabled:
             request.sequence.next_commit = (num_tokens // self.block_size + 1) * self.block_size
         if self.prefix_cache.is_enabled:
             self.prefix_cache.commit(request)
             if self.checkpoints is not None:
-                self.checkpoints.commit(request)
+                return self.checkpoints.commit(request)
+        return []
 
     def release_unread(self, request: Request) -> None:
         """Release blocks that no later token reads. Call this only after the saves of these blocks are scheduled."""
@@ -433,6 +441,7 @@ class KVCacheManager:
         self.host.reset()
         if self.checkpoints is not None:
             self.checkpoints.host.reset()
+        self._listener.cleared()
         return True
 
     def advance_weights_epoch(self) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from octavo.core.kv.cache_history import Miss, MissReason
+from octavo.core.kv.cache_listener import NO_LISTENER
 from octavo.core.kv.groups import BoundedGroup, StateGroup, longest_hit, num_covered
 from octavo.data.events import BlockCached, HitLimit
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from octavo.core.kv.block_hash import BlockHash
     from octavo.core.kv.block_pool import Block, BlockLink, BlockPool
     from octavo.core.kv.cache_history import CacheHistory
+    from octavo.core.kv.cache_listener import CacheListener
     from octavo.core.kv.host_block_pool import HostBlock, HostBlockPool
     from octavo.data.request import Request
 
@@ -82,6 +84,7 @@ class PrefixCache:
         is_enabled: bool,
         cache_decoded_blocks: bool,
         emit: Callable[..., None],
+        listener: CacheListener = NO_LISTENER,
     ) -> None:
         self.is_enabled = is_enabled
         self.cache_decoded_blocks = cache_decoded_blocks
@@ -94,6 +97,7 @@ class PrefixCache:
         self._has_states = len(self._bounded) < len(parted)
         self._block_size = block_size
         self._emit = emit
+        self._listener = listener
         self._computing: dict[BlockHash, str] = {}  # id of the request that will commit the block
         self._saving: dict[BlockHash, str] = {}  # id of the request that will save the state after the block
         self._partials: dict[BlockHash, _Partial] = {}
@@ -320,7 +324,9 @@ class PrefixCache:
             for group in self.parted:
                 group.block_doubled(block, canonical)
             if block.hash is not None:
-                self.history.add(index, tokens, hashes[index], hashes[index - 1] if index else None, keys)
+                parent, salt = (hashes[index - 1], None) if index else (None, request.cache_salt)
+                self.history.add(index, tokens, hashes[index], parent, keys)
+                self._listener.block_stored(hashes[index], parent, tokens, salt)
                 self._emit(BlockCached, block.block_id)
             if self._computing.get(hashes[index]) == request.request_id:
                 del self._computing[hashes[index]]

@@ -34,6 +34,12 @@ def exponential(x):
 
 
 @triton.jit
+def sigmoid(x):
+    """Return 1 / (1 + e^-x) of float32."""
+    return tl.where(x == x, tl.div_rn(1.0, 1.0 + exponential(-x)), x)  # noqa: PLR0124  NaN stays
+
+
+@triton.jit
 def hyperbolic_tangent(x):
     """Return tanh(x) = m / (m + 2) for m = e^2|x| - 1, with the sign of x."""
     magnitude = tl.abs(x)

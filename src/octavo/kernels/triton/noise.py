@@ -39,7 +39,7 @@ def word_to_gumbel(word):
     is_upper = signed < 0
     distance = tl.where(is_upper, ~signed, signed)  # 2^32 - 1 - word is its complement
     t = (distance.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2^-32
-    exponential = tl.where(is_upper, -logarithm(t), _twice_atanh(tl.div_rn(t, 2.0 - t)))
+    exponential = tl.where(is_upper, -logarithm(t), twice_atanh(tl.div_rn(t, 2.0 - t)))
     return -logarithm(exponential)
 
 
@@ -50,11 +50,12 @@ def logarithm(value):
     exponent = (bits - _SQRT_HALF_BITS) >> 23
     mantissa = (bits - (exponent << 23)).to(tl.float32, bitcast=True)
     power = exponent.to(tl.float32)
-    return power * _LN2_HIGH + (_twice_atanh(tl.div_rn(mantissa - 1.0, mantissa + 1.0)) + power * _LN2_LOW)
+    return power * _LN2_HIGH + (twice_atanh(tl.div_rn(mantissa - 1.0, mantissa + 1.0)) + power * _LN2_LOW)
 
 
 @triton.jit
-def _twice_atanh(s):
+def twice_atanh(s):
+    """Return 2 atanh(s) of float32 |s| <= 1/3."""
     z = s * s
     q = s * 0.0 + 1.0 / 15.0
     q = q * z + 1.0 / 13.0

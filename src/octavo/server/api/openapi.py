@@ -95,13 +95,19 @@ def _operation(route: Route, path: str, schemas: dict[Any, _Object]) -> _Object:
     name = re.sub(r"[/.]", "_", re.sub(r"[{}]", "", _CONVERTOR.sub("}", path)).strip("/")) or "root"
     summary = declared.summary if path == route.path else _OLDER
     operation: _Object = {"operationId": name, "summary": summary, "tags": [route.api.name]}
-    if names := _PARAMETER.findall(path):
-        operation["parameters"] = [{"name": each, **parameter} for each in names]
+    parameters = [{"name": each, **parameter} for each in _PARAMETER.findall(path)]
+    if declared.query is not None:
+        fields = declared.query.model_json_schema()["properties"]
+        parameters += [{"name": each, "in": "query", "schema": schema} for each, schema in fields.items()]
+    if parameters:
+        operation["parameters"] = parameters
     if declared.body is not None:
         operation["requestBody"] = {"required": True, **_content("application/json", schemas[declared.body])}
     answers: _Object = {}
     if declared.answer is not None:
         answers["text/plain" if declared.answer is str else "application/json"] = {"schema": schemas[declared.answer]}
+    if declared.may_be_text:
+        answers["text/plain"] = {"schema": {"type": "string"}}
     if declared.is_streamed and route.api.lines:
         answers["application/x-ndjson"] = answers["application/json"]
     elif declared.is_streamed:

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus. A metric that vLLM also has uses vLLM's name."""
+"""Metrics for Prometheus. A metric that vLLM also has uses vLLM's name, with the prefix of octavo."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from prometheus_client.core import HistogramMetricFamily, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
 from octavo.http.metrics import counter, gauge
+from octavo.server.telemetry.vllm_names import VllmNames
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -27,6 +28,7 @@ _MODEL = ["model_name"]
 _GAUGES = (
     ("num_requests_running", "num_requests_running", "Requests that are running."),
     ("num_requests_waiting", "num_requests_waiting", "Requests that are waiting in the queue."),
+    ("num_waiting_tokens", "num_waiting_tokens", "Prompt tokens of the waiting requests, cached ones included."),
     ("kv_cache_usage", "kv_cache_usage_perc", "Used share of the KV cache's blocks, from 0 to 1."),
     (
         "bounded_usage",
@@ -41,6 +43,7 @@ _GAUGES = (
 )
 _CAPACITY = (
     ("kv_cache_tokens", "kv_cache_capacity_tokens", "Capacity of the KV cache in tokens."),
+    ("max_num_seqs", "max_num_seqs", "Maximum number of running requests."),
     ("max_batch_prefill_tokens", "max_batch_prefill_tokens", "Maximum number of prompt tokens in a step."),
     (
         "max_batch_total_tokens",
@@ -134,6 +137,11 @@ _TIER_COUNTERS = (
     ),
     ("computing_seconds", "kv_tier_computing_seconds", "Estimated seconds to compute the tokens of these loads."),
 )
+_KV_EVENT_COUNTERS = (
+    ("num_events", "kv_events", "Published events of the prefix cache."),
+    ("num_batches", "kv_event_batches", "Published batches of these events, one for each step with events."),
+    ("num_dropped_batches", "kv_event_batches_dropped", "Batches that were dropped because too many waited."),
+)
 _HISTOGRAMS = (
     ("iteration_tokens", "iteration_tokens_total", "Tokens in a step."),
     ("time_to_first_token", "time_to_first_token_seconds", "Seconds from arrival to the first token."),
@@ -172,6 +180,8 @@ class EngineCollector(Collector):
         if stats.expert_tokens is not None:
             yield from _experts(stats.experts, model)
         yield from _stores(stats, model)
+        for attribute, name, text in () if stats.kv_events is None else _KV_EVENT_COUNTERS:
+            yield counter(name, text, _MODEL, [(model, getattr(stats.kv_events, attribute))])
         for attribute, name, text in _HISTOGRAMS:
             yield _histogram(name, text, model, getattr(stats, attribute))
         endings = [([*model, reason], count) for reason, count in list(stats.request_success.items())]
@@ -189,6 +199,12 @@ class EngineCollector(Collector):
         yield counter(
             "rank_failures", "Failures of ranks, after which the engine restarts.", [*_MODEL, "rank"], failures
         )
+
+
+def engine_collector(service: Service, prefix: str) -> Collector:
+    """Make the collector of an engine's metrics. prefix: of `ServerConfig.metrics_prefix`."""
+    collector = EngineCollector(service)
+    return collector if prefix == "octavo" else VllmNames(collector, keeps_all=prefix == "both")
 
 
 def _capacity(capacity: EngineCapacity, model: list[str]) -> Iterator[Metric]:

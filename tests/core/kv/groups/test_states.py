@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from octavo.core.kv.block_pool import BlockPool
@@ -13,10 +15,10 @@ from octavo.data.request import Sequence, StateSaves
 class States:
     """A group of slots, 40 blocks of 4 tokens, and sequences with blocks and a slot."""
 
-    def __init__(self, num_slots=4):
+    def __init__(self, num_slots=4, make_group=StateGroup):
         self.evicted = []
         self.pool = BlockPool(40, on_forget=self.forget)
-        self.group = StateGroup(
+        self.group = make_group(
             1,
             KVGroupSpec(RecurrentStates(), num_slots),
             block_size=4,
@@ -455,6 +457,55 @@ def test_hit_renews_priority_at_present_level():
     made.group.renew(made.block(used, 5))  # 36
     made.start(1)
     assert (made.borders(old), made.borders(used)) == ([], [5])
+
+
+class Scanned(StateGroup):
+    """Looks at all checkpoints for each eviction."""
+
+    def _evict(self):
+        slot = min(self._cached, key=self._priority.__getitem__)
+        self._evicted_priority = self._priority[slot]
+        self._evict_from(self._cached, slot)
+        return slot
+
+
+def change_at_random(made, seed):
+    """Save, find, pin, forget and quarantine checkpoints of sequences with 10 blocks; return all evicted ones."""
+    rng, held = random.Random(seed), []
+    for _ in range(300):
+        action, cached = rng.random(), made.group.cached_ids()
+        if action < 0.3 and made.group.num_free_blocks and made.pool.num_free_blocks >= 10:
+            sequence = made.saved(sorted(rng.sample(range(1, 11), rng.randint(1, 4))))
+            made.pool.release([made.pool.blocks[block_id] for block_id in sequence.block_table[::-1]])
+        elif action < 0.7 and cached:
+            made.group.renew(made.pool.blocks[made.group.block_of(rng.choice(cached))])
+        elif action < 0.8 and cached:
+            held.append(rng.choice(cached))
+            made.group.pin([held[-1]])
+        elif action < 0.97 and held:
+            made.group.unpin([held.pop(rng.randrange(len(held)))])
+        elif action < 0.99 and cached:
+            made.group.block_forgotten(made.pool.blocks[made.group.block_of(rng.choice(cached))])
+        elif cached and made.group.num_free_blocks > 4:
+            made.group.quarantine(rng.choice(cached))
+    return made.evicted
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_same_checkpoints_are_evicted_as_by_a_scan_of_all(seed):
+    queued = States(12)
+    evicted = change_at_random(queued, seed)
+    assert evicted == change_at_random(States(12, Scanned), seed)
+    assert len(evicted) > 10
+
+
+def test_eviction_queue_drops_outdated_entries_if_it_is_longer_than_two_per_slot():
+    made, lengths = States(4), []
+    saved = made.saved([2])
+    for _ in range(9):
+        made.group.renew(made.block(saved, 2))
+        lengths.append(len(made.group._queue))
+    assert lengths == [2, 3, 4, 5, 6, 7, 8, 1, 2]
 
 
 def test_renew_ignores_blocks_without_cached_checkpoint(made):

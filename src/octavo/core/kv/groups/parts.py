@@ -100,11 +100,15 @@ class Parts:
             return False
         first_group_id = self._block_of[block_id]
         if first_group_id is not None and self._blocks[first_group_id].hash is not None:
-            self._cached[block_id] = None
+            self._cache(block_id)
         else:
             self._separate(block_id)
             self._free.append(block_id)
         return True
+
+    def _cache(self, block_id: int) -> None:
+        """Make a block the last to be evicted."""
+        self._cached[block_id] = None
 
     def _join(self, first_group_id: int, block_id: int) -> None:
         self._id_of[first_group_id], self._block_of[block_id] = block_id, first_group_id

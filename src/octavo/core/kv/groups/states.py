@@ -9,6 +9,8 @@ A step saves checkpoints while it computes. They are found only after the step h
 
 from __future__ import annotations
 
+import itertools
+from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
 from octavo.core.kv.groups.interface import Claim
@@ -84,6 +86,9 @@ class StateGroup(Parts):
         self._priority = [0] * spec.num_blocks
         self._num_taken = [0] * spec.num_blocks
         self._evicted_priority = 0
+        self._queue: list[tuple[int, int, int]] = []  # a heap of (priority, turn, slot), also with outdated entries
+        self._turn: dict[int, int] = {}  # of a slot's newest entry; equal priorities are evicted in this order
+        self._turns = itertools.count()
 
     @property
     def slots(self) -> StateSlots:
@@ -143,6 +148,7 @@ class StateGroup(Parts):
         if slot is not None and slot in self._cached:
             self._cached.move_to_end(slot)
             self._priority[slot] = self._evicted_priority + self._worth[slot]
+            self._enqueue(slot)
 
     def extend(self, sequence: TokenSequence, claim: Claim) -> None:
         """See `KVGroup`."""
@@ -154,10 +160,28 @@ class StateGroup(Parts):
         return slot
 
     def _evict(self) -> int:
-        slot = min(self._cached, key=self._priority.__getitem__)
-        self._evicted_priority = self._priority[slot]
+        while True:
+            entry = heappop(self._queue)
+            if self._is_current(entry):
+                break
+        self._evicted_priority, _, slot = entry
         self._evict_from(self._cached, slot)
         return slot
+
+    def _cache(self, block_id: int) -> None:
+        super()._cache(block_id)
+        self._enqueue(block_id)
+
+    def _enqueue(self, slot: int) -> None:
+        self._turn[slot] = next(self._turns)
+        heappush(self._queue, (self._priority[slot], self._turn[slot], slot))
+        if len(self._queue) > 2 * self.num_blocks:
+            self._queue = [entry for entry in self._queue if self._is_current(entry)]
+            heapify(self._queue)
+
+    def _is_current(self, entry: tuple[int, int, int]) -> bool:
+        _, turn, slot = entry
+        return slot in self._cached and turn == self._turn[slot]
 
     def release_unread(self, sequence: TokenSequence, num_tokens: int) -> None:
         """Do nothing."""
