@@ -30,6 +30,8 @@ from simulation.world import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from octavo.data.model_output import ModelOutput
     from octavo.data.scheduler_output import BlockCopies, NewRequestData, SchedulerOutput
     from octavo.kernels.interface import AttentionBatch, SamplingRows
