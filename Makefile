@@ -58,7 +58,8 @@ REQUIRE_REAL ?= 1
 # cores: an engine on as many threads as there are would wait for those of the other workers. Each takes
 # the tests that stand together, so that what a file sets up is set up once.
 PYTEST := OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
-PERFORMANCE_TESTS := tests/kernels/test_speed.py tests/engine/test_python_calls.py tests/server/test_growth.py
+PERFORMANCE_TESTS := tests/kernels/test_speed.py tests/engine/test_python_calls.py tests/router/test_router_calls.py \
+	tests/server/test_growth.py
 ISA_TESTS := tests/worker tests/speculative tests/engine tests/test_speculation_faults.py \
 	$(wildcard tests/test_exactness*.py)
 LOWEST := $(VENV)/lowest
@@ -66,7 +67,7 @@ LOWEST_TOOLS := pytest pytest-xdist hypothesis httpx "jsonschema[format]" psutil
 LOWEST_TESTS := tests/core tests/cli tests/router tests/server/api tests/http tests/engine/test_async_llm.py
 SCHEMATHESIS ?= $(VENV)/schemathesis/bin/schemathesis
 
-.PHONY: demo serve test test-all test-isa test-slow test-lowest test-python turn $(foreach day,0 1 2 3 4 5 6 7,turn-$(day)) real sanitize simulate mutants figures fuzz guard quality lint format bench wheel release clean
+.PHONY: demo serve test test-all test-isa test-slow test-lowest test-python turn $(foreach day,0 1 2 3 4 5 6 7,turn-$(day)) real peers sanitize simulate mutants figures fuzz guard quality lint format bench wheel release clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -102,6 +103,11 @@ real: $(DEV_STAMP)
 	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) OCTAVO_REQUIRE_REAL=$(REQUIRE_REAL) OCTAVO_REAL_SCALE=$(REAL_SCALE) \
 		OCTAVO_REAL_SEED=$(REAL_SEED) $(BIN)/python -m pytest -n $(REAL_WORKERS) --dist loadgroup -m real -ra \
 		-o faulthandler_timeout=1800 tests/real
+
+# Programs of others with octavo: smg, Dynamo and Ray Serve LLM, each in an environment of its own.
+peers: $(DEV_STAMP)
+	$(BIN)/python tools/fetch_peers.py
+	$(BIN)/python -m pytest -n 0 -m slow -o faulthandler_timeout=900 tests/system/test_peers.py
 
 # Where tokens come from, with another instruction set than the best one. Engines in other processes obey it, too.
 ISAS ?= $(shell $(BIN)/python -c "from octavo.kernels import instruction_sets; print(*instruction_sets())")

@@ -8,7 +8,9 @@ directly and through the router in turns, and compares medians. It also measures
 system calls, and plain uvicorn that sends the same events. `prefixes` starts 4 `octavo serve` with the built-in model
 and a KV cache of 800 blocks, 2/7 of the blocks of all conversations together. For each policy it runs 64 new
 conversations of 8 turns, 8 at a time, in a new random order for each turn. `--beside smg` runs the same with that
-router (PyPI; the command or its path), with its policy cache_aware.
+router (PyPI; the command or its path), with its policy cache_aware. `--dynamo PYTHON` runs `prefixes` with 4
+`octavo.dynamo` and Dynamo's KV router, which learns from KV events. PYTHON is an interpreter with octavo and
+ai-dynamo, such as that of `make peers`: build/peers/dynamo/bin/python.
 """
 
 from __future__ import annotations
@@ -25,8 +27,11 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+import unittest.mock
 import urllib.request
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +43,10 @@ if TYPE_CHECKING:
 NUM_ENGINES, NUM_CONVERSATIONS, NUM_TURNS, NUM_AT_ONCE = 4, 64, 8, 8
 BODY = {"model": "m", "prompt": "Once upon a time", "max_tokens": 64, "stream": True}
 _WORDS = ["the", "a", "cat", "dog", "house", "tree", "runs", "sleeps", "big", "small", "red", "river", "stone", "bird"]
-SERVE = ("-m", "octavo", "serve", "--num-threads", "1", "--log-level", "warning")
-SERVE += ("--num-gpu-blocks-override", "800", "--max-num-seqs", "16")
+SIZES = ("--num-threads", "1", "--num-gpu-blocks-override", "800", "--max-num-seqs", "16")
+SERVE = ("-m", "octavo", "serve", "--log-level", "warning", *SIZES)
+# By default Dynamo's router counts the blocks of running requests as load, which often outweighs a cached prefix here.
+DYNAMO_OPTIONS = {"dynamo": (), "dynamo without active blocks": ("--no-router-track-active-blocks",)}
 PEERS = str(Path(__file__).with_name("routing_peers.py"))
 
 
@@ -52,6 +59,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=1000, help="at once, where many are asked for")
     parser.add_argument("--policies", nargs="*", default=["round_robin", "cache_aware"])
     parser.add_argument("--beside", metavar="SMG", help="its command")
+    parser.add_argument("--dynamo", metavar="PYTHON", help="an interpreter with ai-dynamo")
     options = parser.parse_args()
     if options.what == "prefixes":
         prefixes(options)
@@ -67,12 +75,13 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def process(*command: str, ready: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process during the context, which begins when the address `ready` answers 200."""
+def process(*command: str, ready: str | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a process during the context, which begins when the address `ready` answers 200, by default at once."""
     environment = {**os.environ, "OCTAVO_API_KEY": ""}
     with subprocess.Popen(command, env=environment, stdout=sys.stderr) as started:
         try:
-            wait_for(ready)
+            if ready is not None:
+                wait_for(ready)
             yield started
         finally:
             started.terminate()
@@ -224,51 +233,79 @@ def words(rng: random.Random, count: int) -> str:
 
 def prefixes(options: argparse.Namespace) -> None:
     """Run 64 conversations of 8 turns with each policy."""
-    ports = [free_port() for _ in range(NUM_ENGINES)]
-    urls = [f"http://127.0.0.1:{port}" for port in ports]
-    for target in [*options.policies, *(["smg"] if options.beside else [])]:
+    targets = [*options.policies, *(["smg"] if options.beside else []), *(DYNAMO_OPTIONS if options.dynamo else [])]
+    for target in targets:
         with contextlib.ExitStack() as stack:
-            for port, url in zip(ports, urls, strict=True):
-                stack.enter_context(process(sys.executable, *SERVE, "--port", str(port), ready=url + "/ready"))
-            front = smg(options.beside, *urls) if target == "smg" else router(*urls, policy=target)
-            url, _ = stack.enter_context(front)
-            times, num_failed = asyncio.run(converse(url))
-            hits, queries = (
-                sum(figure(each, f"octavo:prefix_cache_{name}_total") for each in urls) for name in ("hits", "queries")
-            )
-            times.sort()
+            if target in DYNAMO_OPTIONS:
+                url = stack.enter_context(dynamo(options.dynamo, *DYNAMO_OPTIONS[target]))
+            else:
+                urls = [stack.enter_context(engine()) for _ in range(NUM_ENGINES)]
+                front = smg(options.beside, *urls) if target == "smg" else router(*urls, policy=target)
+                url, _ = stack.enter_context(front)
+            result = asyncio.run(converse(url))
+            times = sorted(result.times)
             p50, p99 = times[len(times) // 2], times[int(len(times) * 0.99)]
             print(
-                f"{target}: {hits:.0f} of {queries:.0f} tokens hit, TTFT p50 {p50 * 1e3:.0f} ms, p99 {p99 * 1e3:.0f} "
-                f"ms, {num_failed} of {NUM_CONVERSATIONS * NUM_TURNS} requests failed",
+                f"{target}: {result.num_hit} of {result.num_tokens} tokens hit, TTFT p50 {p50 * 1e3:.0f} ms, p99 "
+                f"{p99 * 1e3:.0f} ms, {result.num_failed} of {NUM_CONVERSATIONS * NUM_TURNS} requests failed",
                 flush=True,
             )
 
 
-def figure(url: str, name: str) -> float:
-    """Return a figure of an engine's metrics."""
-    text = urllib.request.urlopen(url + "/metrics").read().decode()
-    return sum(float(value) for value in re.findall(rf"^{name}{{[^\n]*}} (\S+)$", text, re.MULTILINE))
+@contextlib.contextmanager
+def engine() -> Iterator[str]:
+    """Run an engine during the context; yield its address."""
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    with process(sys.executable, *SERVE, "--port", str(port), ready=url + "/ready"):
+        yield url
 
 
-async def converse(url: str) -> tuple[list[float], int]:
-    """Run all conversations; return the times to first tokens, and the number of failed requests."""
+@contextlib.contextmanager
+def dynamo(python: str, *more: str) -> Iterator[str]:
+    """Run Dynamo's frontend with its KV router, and its workers; yield the address."""
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    with contextlib.ExitStack() as stack:
+        planes = {"DYN_DISCOVERY_BACKEND": "file", "DYN_EVENT_PLANE": "zmq", "DYN_REQUEST_PLANE": "tcp"}
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        variables = {**planes, "DYN_FILE_KV": folder, "DYN_TCP_RPC_HOST": "127.0.0.1", "DYN_LOG": "error"}
+        stack.enter_context(unittest.mock.patch.dict(os.environ, variables))
+        for _ in range(NUM_ENGINES):
+            stack.enter_context(process(python, "-m", "octavo.dynamo", *SIZES))
+        words = ("--http-host", "127.0.0.1", "--http-port", str(port), "--router-mode", "kv")
+        words += ("--router-min-initial-workers", str(NUM_ENGINES), *more)
+        stack.enter_context(process(python, "-m", "dynamo.frontend", *words, ready=url + "/v1/models"))
+        while not json.loads(urllib.request.urlopen(url + "/v1/models").read())["data"]:
+            time.sleep(0.1)
+        yield url
+
+
+@dataclass
+class Conversed:
+    """What the requests of all conversations got. times: to the first token, in seconds."""
+
+    times: list[float] = field(default_factory=list)
+    num_failed: int = 0
+    num_tokens: int = 0
+    num_hit: int = 0
+
+
+async def converse(url: str) -> Conversed:
+    """Run all conversations."""
     rng = random.Random(7)
     system = words(rng, 30)
     said = [[{"role": "system", "content": system}] for _ in range(NUM_CONVERSATIONS)]
-    times: list[float] = []
-    num_failed = 0
+    result = Conversed()
     places = asyncio.Semaphore(NUM_AT_ONCE)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
         async def turn(messages: list[dict[str, str]]) -> None:
-            nonlocal num_failed
             async with places:
                 body = {
                     "model": "octavo-demo",
                     "messages": messages,
                     "max_tokens": 8,
                     "stream": True,
+                    "stream_options": {"include_usage": True},
                     "temperature": 0,
                     "ignore_eos": True,
                 }
@@ -278,9 +315,13 @@ async def converse(url: str) -> tuple[list[float], int]:
                         delta = re.search(rb'"content":("(?:[^"\\]|\\.)+")', line)
                         if delta:
                             if not text:
-                                times.append(time.perf_counter() - start)
+                                result.times.append(time.perf_counter() - start)
                             text += json.loads(delta[1])
-                    num_failed += answer.status != 200
+                        if b'"prompt_tokens":' in line:
+                            usage = json.loads(line.removeprefix(b"data: "))["usage"]
+                            result.num_tokens += usage["prompt_tokens"]
+                            result.num_hit += usage["prompt_tokens_details"]["cached_tokens"]
+                    result.num_failed += answer.status != 200
                 messages.append({"role": "assistant", "content": text})
 
         for _ in range(NUM_TURNS):
@@ -289,7 +330,7 @@ async def converse(url: str) -> tuple[list[float], int]:
             order = said[:]
             rng.shuffle(order)
             await asyncio.gather(*map(turn, order))
-    return times, num_failed
+    return result
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ EXPECTED = (
     r"only root may give files away",
     r"the limit of \d+ s for this run has passed",
     r"it needs a checkpoint that `make real` has not fetched",
+    r"it needs \w+, which `make peers` has not fetched",
 )
 
 

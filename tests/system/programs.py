@@ -78,6 +78,11 @@ class Stage:
         self.programs: list[Program] = []
         self.orphans: list[str] = []
 
+    @property
+    def folder(self) -> str:
+        """A folder that is deleted at the end."""
+        return self._folder.name
+
     def run(self, *command: str, **variables: str) -> Program:
         """Start a command with additional environment variables."""
         environment = {**os.environ, "OCTAVO_API_KEY": "", _MARK: self._mark, **variables}

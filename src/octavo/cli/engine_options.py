@@ -21,6 +21,7 @@ from octavo.config import (
     SchedulerConfig,
     SchedulingPolicy,
     SpeculativeConfig,
+    random_seed,
 )
 from octavo.errors import ConfigError
 
@@ -159,6 +160,11 @@ class EngineOptions:
             kv_transfer=read_part(self, KVTransferConfig),
             kv_events=KVEventsConfig.parse(self.kv_events_config),
         )
+
+    def with_drawn_seed(self, context: typer.Context) -> Self:
+        """Return a copy with a random seed, or the same object if the user has given a seed."""
+        source = context.get_parameter_source("seed")
+        return replace(self, seed=random_seed()) if source is None or source.name == "DEFAULT" else self
 
     def with_limits(self, capacity: EngineCapacity) -> Self:
         """Return a copy with the limits of a started engine."""

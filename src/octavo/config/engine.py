@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path  # noqa: TC003 - read at run time
@@ -26,6 +27,7 @@ DEFAULT_GROUP_SIZE = 32
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 _KV_CACHE_DTYPE_ALIASES = {"fp8_e4m3": "fp8"}
 DEFAULT_BLOCK_SIZE = 16
+_SEED_BITS = 53  # larger numbers are inexact in JavaScript
 LEAST_RANK_TIMEOUT_S = 0.1
 MOST_RANKS = 64  # csrc/ranks.h
 DEFAULT_MIXED_STEP_MS = 100.0
@@ -576,6 +578,11 @@ class ModelInfo:
         if requested is None and self.pooling_problem is not None:
             raise RequestError(f"{self.pooling_problem}; the option --pooling overrides it")
         return self.pooling if requested is None else requested
+
+
+def random_seed() -> int:
+    """Return a seed for an engine of a server."""
+    return secrets.randbits(_SEED_BITS)
 
 
 def scheduling_policy(name: str) -> SchedulingPolicy:

@@ -1,0 +1,1 @@
+"""A worker of NVIDIA Dynamo: `python -m octavo.dynamo`. Needs the package `ai-dynamo`."""
