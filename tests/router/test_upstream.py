@@ -201,6 +201,30 @@ def test_router_get_sends_key_and_applies_limits(monkeypatch, key):
     run_virtually(work)
 
 
+@pytest.mark.parametrize(("stall_s", "is_own"), [(0.0, False), (5.9, False), (6.1, True)])
+def test_time_limit_that_passes_while_the_router_does_not_run_is_its_own_failure(monkeypatch, stall_s, is_own):
+    class Answer:
+        async def __aenter__(self):
+            await asyncio.sleep(1000.0)
+
+        async def __aexit__(self, *_):
+            """Do nothing."""
+
+    async def work(_now):
+        upstream = upstream_with(monkeypatch, Connection(Answer()))
+        loop = asyncio.get_running_loop()
+
+        def stall():
+            loop._selector.now += stall_s
+
+        loop.call_soon(stall)
+        with pytest.raises(TimeoutError) as caught:
+            await upstream.get(EngineHandle(URL), "/ready", None, 5.0)
+        assert is_local_failure(caught.value) is is_own
+
+    run_virtually(work)
+
+
 def test_hop_by_hop_headers_are_not_forwarded():
     dropped = ("Connection", "keep-alive", "te", "transfer-encoding", "upgrade", "host", "origin", "content-length")
     headers = [(name.lower().encode(), b"X-Own , close") for name in dropped]

@@ -51,3 +51,21 @@ def test_exception_restores_garbage_collector_state(was_enabled):
             print(gc.isenabled(), gc.get_freeze_count())
     """)
     assert shown == f"{was_enabled} 0"
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python 3.14 collects in increments")
+def test_rare_collections_make_no_full_collection_for_half_a_million_objects():
+    shown = in_a_process_of_its_own("""
+        from octavo.runtime.garbage import rare_collections
+        def num_full(count):
+            before, kept = gc.get_stats()[2]["collections"], [[] for _ in range(count)]
+            return gc.get_stats()[2]["collections"] - before
+        with permanent_generation():
+            thresholds = gc.get_threshold()
+        often = num_full(500_000)
+        gc.collect()
+        with rare_collections():
+            rarely, sometimes = num_full(500_000), num_full(3_000_000)
+        print(often > 2, rarely, sometimes > 0, gc.get_threshold() == thresholds)
+    """)
+    assert shown == "True 0 True True"

@@ -12,7 +12,7 @@ from octavo.cli.config_options import read_part, with_options_of
 from octavo.cli.listen_options import ListenOptions, check_installed
 from octavo.config import RouterConfig, api_key_from_environment
 from octavo.errors import EngineDeadError
-from octavo.runtime.garbage import permanent_generation
+from octavo.runtime.garbage import permanent_generation, rare_collections
 from octavo.runtime.process_memory import returning_free_memory
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def run_router(
             address = listen.address(sock, config)
             say(f"engines at {address}/router")
             say(f"routing ({config.policy}) at {address}/v1 - Ctrl-C stops")
-            with returning_free_memory():
+            with returning_free_memory(), rare_collections():
                 http.run(sockets=[sock])
             if running.has_failed:
                 raise EngineDeadError("the engines could not be started; see the log")

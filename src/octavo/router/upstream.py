@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 FAILURES = (OSError,)
 _MAX_OWN_BYTES = 16 << 20  # of answers to the router's own requests
 _LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
+_LATE_S = 1.0
 _IDLE_S = 30.0  # octavo's servers keep idle connections longer
 # The router checks or sets these headers.
 _NOT_PASSED = frozenset(
@@ -33,6 +34,10 @@ _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 _MAY_BE_REPEATED = frozenset({"GET", "HEAD"})
 
 
+class LateTimeoutError(TimeoutError):
+    """A time limit passed while this process did not run. The answer may have arrived in time."""
+
+
 def is_refusal(error: BaseException) -> bool:
     """Return True if an error means that no server listens."""
     return isinstance(error, ConnectionRefusedError | ConnectionResetError)
@@ -40,7 +45,9 @@ def is_refusal(error: BaseException) -> bool:
 
 def is_local_failure(error: BaseException) -> bool:
     """Return True for a failure of this host, such as too many open files."""
-    return isinstance(error, socket.gaierror) or (isinstance(error, OSError) and error.errno in _LOCAL_ERRNOS)
+    return isinstance(error, socket.gaierror | LateTimeoutError) or (
+        isinstance(error, OSError) and error.errno in _LOCAL_ERRNOS
+    )
 
 
 def _bearer(key: str) -> tuple[bytes, bytes]:
@@ -70,12 +77,19 @@ class Upstream:
         )
 
     async def get(self, engine: EngineHandle, path: str, key: str | None, timeout_s: float) -> tuple[int, bytes]:
-        """Send the router's own GET. Raises `FAILURES`."""
+        """Send the router's own GET. Raises `FAILURES`, also `LateTimeoutError`."""
         headers = [] if key is None else [_bearer(key)]
         limits = AnswerLimits(timeout_s, timeout_s, _MAX_OWN_BYTES)
-        async with asyncio.timeout(timeout_s):
-            async with await self._ask(engine.url, "GET", path.encode(), headers, b"", limits) as answer:
-                return answer.status, await answer.read()
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + timeout_s
+        try:
+            async with asyncio.timeout_at(ends_at):
+                async with await self._ask(engine.url, "GET", path.encode(), headers, b"", limits) as answer:
+                    return answer.status, await answer.read()
+        except TimeoutError as error:
+            if loop.time() - ends_at > _LATE_S:  # timers run before the answer is read
+                raise LateTimeoutError from error
+            raise
 
     async def close(self) -> None:
         """Close all connections."""
