@@ -58,7 +58,8 @@ REQUIRE_REAL ?= 1
 # cores: an engine on as many threads as there are would wait for those of the other workers. Each takes
 # the tests that stand together, so that what a file sets up is set up once.
 PYTEST := OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
-PERFORMANCE_TESTS := tests/kernels/test_speed.py tests/engine/test_python_calls.py tests/server/test_growth.py
+PERFORMANCE_TESTS := tests/kernels/test_speed.py tests/engine/test_python_calls.py tests/router/test_router_calls.py \
+	tests/server/test_growth.py
 ISA_TESTS := tests/worker tests/speculative tests/engine tests/test_speculation_faults.py \
 	$(wildcard tests/test_exactness*.py)
 LOWEST := $(VENV)/lowest

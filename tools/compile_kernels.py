@@ -212,13 +212,14 @@ def recurrent(name: str, depth: int = 128) -> Callable[[], None]:
         qkv, out, factors = torch.empty(8, 8192), torch.empty(8, 4096), torch.empty(32)
         kept, rates = torch.empty(8, 2 * 8192 + 64, dtype=torch.bfloat16), torch.empty(8, 64)
         qkv, out, rates = qkv.bfloat16(), out.bfloat16(), rates.bfloat16()
-        kept_qkv, kept_mixed, kept_b, kept_a = kept.split((8192, 8192, 32, 32), dim=1)
+        kept_qkv, kept_mixed, kept_b, kept_a = kept.split_with_sizes((8192, 8192, 32, 32), dim=1)
+        arguments: tuple[Any, ...]
         if name == "short_conv":
             state = torch.empty(8, 3, 8192, dtype=torch.bfloat16)
             arguments = qkv, kept_qkv, torch.empty(4, 8192), factors[:0], state, batch, True, torch.empty_like(qkv)
         elif name == "gated_delta":
             state = matrix_states(8, 32, depth, 128)
-            b, a = rates.split(32, dim=1)
+            b, a = rates.split_with_sizes((32, 32), dim=1)
             arguments = qkv, a, b, kept_mixed, kept_a, kept_b, factors, factors, state, batch, 16, False, out
         elif name == "mamba2":
             xbc, state = torch.empty(8, 2048 + 2 * depth, dtype=torch.bfloat16), matrix_states(8, 32, depth, 64)
@@ -227,7 +228,9 @@ def recurrent(name: str, depth: int = 128) -> Callable[[], None]:
             arguments = *inputs, factors, factors, factors, 0.0, 1.0, state, batch, 1, out[:, :2048]
         else:
             arguments = qkv, qkv.clone(), rates, kept, batch
-        kernel_of(name)(*arguments)
+        kernel = kernel_of(name)
+        assert kernel is not None
+        kernel(*arguments)
 
     return call
 

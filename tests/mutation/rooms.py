@@ -96,6 +96,12 @@ ROOMS = (
     Room("speculative", "octavo.speculative", ("speculative",)),
     Room("router", "octavo.router", ("router",)),
     Room(
+        "ray",
+        "octavo.ray",
+        ("ray/test_figures.py", "ray/test_fleet.py", "ray/test_scaling.py"),
+        ("figures.py", "fleet.py", "scaling.py"),
+    ),
+    Room(
         "http",
         "octavo.http",
         ("http", "server/test_http_errors.py"),

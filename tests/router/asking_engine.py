@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.router.answer import AnswerLimits
 from octavo.router.connection import EngineConnection
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 LIMITS = AnswerLimits(first_byte_s=60.0, idle_s=60.0, max_bytes=1 << 30)
 
@@ -19,6 +22,9 @@ class Transport:
 
     def write(self, data: bytes) -> None:
         self.written += data
+
+    def writelines(self, pieces: Iterable[bytes]) -> None:
+        self.written += b"".join(pieces)
 
     def is_closing(self) -> bool:
         return self.is_closed

@@ -37,8 +37,8 @@ def test_loss_evicts_entries_up_to_and_including_time():
     for summary in (old, new):
         tree.close(ENGINE, tree.add(summary, ENGINE))
     tree.lost(ENGINE, 1)
-    assert tree.find(old, [ENGINE]).num_bytes[ENGINE] == 0
-    assert tree.find(new, [ENGINE]).num_bytes[ENGINE] == new.pieces[1][-1]
+    assert tree.find(old, [ENGINE]).num_bytes == 0
+    assert tree.find(new, [ENGINE]).num_bytes == new.pieces[1][-1]
 
 
 def test_prefix_tree_keeps_exactly_max_entries():
@@ -52,9 +52,9 @@ def test_prefix_tree_keeps_exactly_max_entries():
 
 def test_unknown_prompt_has_no_hit_and_no_branch():
     tree, summary = PrefixTree(1000), prompt("new ")
-    assert tree.find(summary, [ENGINE]) == Found({ENGINE: 0}, is_branch=False)
+    assert tree.find(summary, [ENGINE]) == Found(0, [ENGINE], 0, is_branch=False)
     tree.add(prompt("other "), ENGINE)
-    assert tree.find(summary, [ENGINE]) == Found({ENGINE: 0}, is_branch=False)
+    assert tree.find(summary, [ENGINE]) == Found(0, [ENGINE], 0, is_branch=False)
 
 
 def test_prompt_diverging_from_known_prefix_is_branch():
@@ -66,7 +66,7 @@ def test_prompt_diverging_from_known_prefix_is_branch():
     )
     tree.add(first, ENGINE)
     found = tree.find(second, [ENGINE])
-    assert (0 < found.num_bytes[ENGINE] <= len(common) + 10, found.is_branch) == (True, True)
+    assert (0 < found.num_bytes <= len(common) + 10, found.is_branch) == (True, True)
     assert tree.find(longer, [ENGINE]).is_branch is False
     assert tree.find(first, [ENGINE]).is_branch is False
 
@@ -89,19 +89,21 @@ def test_lru_eviction_keeps_parents_longest():
     tree.add(old, ENGINE)
     tree._max_entries = len(old.pieces[0]) + 1
     tree.add(old, ENGINE)
-    assert tree.find(old, [ENGINE]).num_bytes[ENGINE] == old.pieces[1][-1]
-    assert tree.find(new, [ENGINE]).num_bytes[ENGINE] == new.pieces[1][0]
+    assert tree.find(old, [ENGINE]).num_bytes == old.pieces[1][-1]
+    assert tree.find(new, [ENGINE]).num_bytes == new.pieces[1][0]
 
 
 def test_prefix_hits_are_separate_per_engine():
-    other = EngineHandle("http://b")
+    other = EngineHandle("http://b", number=1)
     tree, summary = PrefixTree(1000), prompt("mine ")
     tree.close(ENGINE, tree.add(summary, ENGINE))
     assert tree._open == {}
-    assert tree.find(summary, [ENGINE, other]).num_bytes == {ENGINE: summary.pieces[1][-1], other: 0}
+    hashes, ends = summary.pieces
+    assert tree.find(summary, [ENGINE, other]) == Found(ends[-1], [ENGINE], len(hashes), is_branch=False)
+    assert tree.find(summary, [other]).num_bytes == 0
     tree.lost(ENGINE, 1)
     tree.lost(ENGINE, 0)  # everything older is lost already
-    assert tree.find(summary, [ENGINE]).num_bytes == {ENGINE: 0}
+    assert tree.find(summary, [ENGINE]).num_bytes == 0
     tree.add(summary, other)
     tree.forget(other)
-    assert tree.find(summary, [other]).num_bytes == {other: 0}
+    assert tree.find(summary, [other]).num_bytes == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 
 import pytest
@@ -16,8 +17,8 @@ from octavo.router.app import _cards
 from octavo.router.engines import EngineHandle, EnginePool
 from octavo.router.launcher import Launcher
 from octavo.router.metrics import RouterCollector
-from octavo.router.policies import LeastLoaded
-from octavo.router.request_summary import RequestSummary
+from octavo.router.policies import CacheAware, LeastLoaded
+from octavo.router.request_summary import RequestSummary, read_request_summary
 from octavo.router.routed_request import RoutedRequest
 from octavo.router.service import RouterService
 
@@ -179,7 +180,6 @@ def test_new_engine_counters_are_zero():
     assert set(counts.values()) == {0}
     assert (engine.load, engine.open_tokens, engine.other_tokens, engine.prefills_from) == (0, 0, 0, 0.0)
     assert (engine.is_ready, engine.is_member, engine.role, engine.models) == (False, True, "both", None)
-    assert other.number == engine.number + 1
     assert engine.routed_requests is not other.routed_requests
 
 
@@ -331,3 +331,36 @@ def test_metrics_export_every_counter_per_engine():
     }
     assert all(second == first + 1 for first, second in told.values())
     assert len({first for first, _ in told.values()}) == len(told)
+
+
+def test_removed_engine_is_freed_and_its_number_used_again():
+    """Otherwise a piece that all prompts share would remember each engine that ever came and went."""
+    pool = EnginePool(policy := CacheAware(4096, 1.5, 1000))
+    summary = read_request_summary(b'{"prompt":"%b"}' % (b"text " * 99), tenant="", headers={}, session_header="")
+    for number in range(20):
+        for engine in pool.change([f"http://comes-{number}", f"http://comes-{number + 1}"])[0]:
+            pool.sent(summary, engine)
+            pool.note_usage(summary, engine, None, None)
+            assert policy.tree.find(summary, [engine]).num_bytes == summary.pieces[1][-1]
+    gc.collect()
+    handles = [each for each in gc.get_objects() if isinstance(each, EngineHandle) and "comes" in each.url]
+    assert sorted(engine.url for engine in handles) == ["http://comes-19", "http://comes-20"]
+    assert sorted(engine.number for engine in pool.engines.values()) == [0, 1]
+    assert all(len(node.times) == 2 for _, node in policy.tree.nodes())
+
+
+def test_engine_with_number_of_removed_one_has_none_of_its_prefixes():
+    pool = EnginePool(policy := CacheAware(4096, 1.5, 1000))
+    summary = read_request_summary(b'{"prompt":"%b"}' % (b"text " * 99), tenant="", headers={}, session_header="")
+    (old,), _ = pool.change(["http://a"])
+    for _ in range(2):
+        pool.sent(summary, old)
+        pool.note_usage(summary, old, None, None)
+    pool.sent(summary, old)
+    (new,), _ = pool.change(["http://b"])
+    assert new.number == old.number
+    assert policy.tree.find(summary, [new]).num_bytes == 0
+    pool.sent(summary, new)
+    pool.note_usage(summary, new, None, None)
+    pool.note_usage(summary, old, 100, 0)  # it ends later, and its cache had nothing
+    assert policy.tree.find(summary, [new]).num_bytes == summary.pieces[1][-1]

@@ -35,7 +35,7 @@ def chat(conversation: int, num_turns: int, **more):
 
 @pytest.fixture
 def engines():
-    return [EngineHandle(f"http://e{index}") for index in range(4)]
+    return [EngineHandle(f"http://e{index}", number=index) for index in range(4)]
 
 
 @pytest.fixture
@@ -108,8 +108,8 @@ def test_cache_aware_spreads_conversations_with_common_prefix(engines, num_commo
 
 
 def test_cache_aware_spreads_unrelated_prompts_evenly(engines, aware):
-    got = Counter(serve(aware, ask(prompt=f"{index} " * 200), engines) for index in range(40))
-    assert sorted(got.values()) == [10, 10, 10, 10]
+    got = Counter(serve(aware, ask(prompt=f"{index} " * 200), engines) for index in range(400))
+    assert min(got.values()) > 70
 
 
 def test_overloaded_engine_loses_cache_preference(engines, aware):
@@ -127,6 +127,7 @@ def test_overloaded_engine_loses_cache_preference(engines, aware):
 def test_prefix_hits_require_same_tenant_salt_and_model(engines, aware, other):
     home = serve(aware, ask(prompt="p" * 999, tenant="alice", model="m"), engines)
     same = ask(prompt="p" * 999, tenant="alice", model="m")
+    home.open_tokens = 4000  # only a known prefix leads there
     assert aware.choose(same, engines) is home
     not_same = ask(**{"prompt": "p" * 999, "tenant": "alice", "model": "m", **other})
     assert aware.choose(not_same, engines) is not home
@@ -134,11 +135,10 @@ def test_prefix_hits_require_same_tenant_salt_and_model(engines, aware, other):
 
 def test_forgotten_engine_has_no_prefix_hits(engines, aware):
     home = serve(aware, chat(1, 2), engines)
-    other = next(engine for engine in engines if engine is not home)
-    other.open_tokens = -1
+    home.open_tokens = 4000
     assert aware.choose(chat(1, 3), engines) is home
     aware.forget(home)
-    assert aware.choose(chat(1, 3), engines) is other
+    assert aware.choose(chat(1, 3), engines) is not home
 
 
 def test_prefix_miss_also_evicts_older_entries(engines, aware):
@@ -146,16 +146,14 @@ def test_prefix_miss_also_evicts_older_entries(engines, aware):
     old, new = chat(1, 4), chat(2, 4)
     for summary in (chat(0, 4), old, new):
         aware.sent(summary, home)
-        aware.ended(summary, home, 0.0)
+        aware.ended(summary, home, None)
     again = chat(1, 4)
     aware.sent(again, home)
     aware.ended(again, home, 0.1)
-    engines[0].num_sent_tokens = 1
+    home.open_tokens = 4000  # only a known prefix leads there
     assert aware.choose(chat(2, 4), engines) is home, "it is newer"
-    assert aware.choose(chat(1, 4), engines) is home, "it is there again"
-    assert aware._tree.find(chat(0, 4), [home]).num_bytes[home] <= len(json.dumps(SYSTEM)) + 64, (
-        "but for what all share"
-    )
+    assert aware.choose(chat(1, 4), engines) is home, "it was sent again"
+    assert aware.tree.find(chat(0, 4), [home]).num_bytes <= len(json.dumps(SYSTEM)) + 64, "but for what all share"
 
 
 def test_miss_on_prompt_in_computation_keeps_entries(engines, aware):
@@ -171,7 +169,7 @@ def test_miss_on_prompt_in_computation_keeps_entries(engines, aware):
 def test_prefix_tree_is_bounded_and_keeps_latest_prompts(engines):
     aware = CacheAware(balance_tokens=4096, balance_ratio=1.5, max_entries=100)
     homes = [serve(aware, ask(prompt=f"{index} " * 500), engines) for index in range(30)]
-    assert len(aware._tree._nodes) == 100
+    assert len(aware.tree._nodes) == 100
     assert aware.choose(ask(prompt="29 " * 500), engines) is homes[29]
 
 
@@ -189,9 +187,9 @@ def test_prompts_of_every_api_give_prefix_hits(engines, aware, body):
     summary = ask(**body)
     assert summary.num_tokens > 50
     assert aware.choose(ask(**body), engines) is serve(aware, summary, engines)
-    assert aware._tree.find(ask(**body), engines).num_bytes[serve(aware, ask(**body), engines)] > 0.8 * (
-        summary.num_prompt_bytes
-    )
+    found = aware.tree.find(ask(**body), engines)
+    assert found.engines == [serve(aware, ask(**body), engines)]
+    assert found.num_bytes > 0.8 * summary.num_prompt_bytes
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'{"n": "x", "model": 3, "user": []}', b'{"parameters": 4}'])
@@ -333,7 +331,7 @@ def test_cached_share_below_half_marks_prompt_lost(engines, aware, cached_share,
     assert aware.sent(summary, engines[0]) > 0.8
     aware.ended(summary, engines[0], cached_share)
     assert aware._open == {}
-    assert (engines[0].number in aware._tree._lost) is is_lost
+    assert (engines[0].number in aware.tree._lost) is is_lost
 
 
 def test_small_prefix_miss_is_not_loss(engines, aware):
@@ -342,4 +340,4 @@ def test_small_prefix_miss_is_not_loss(engines, aware):
     aware.ended(summary, engines[0], 0.0)
     aware.sent(summary, engines[0])
     aware.ended(summary, engines[0], 0.0)
-    assert not aware._tree._lost
+    assert not aware.tree._lost

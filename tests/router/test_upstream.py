@@ -210,6 +210,17 @@ def test_hop_by_hop_headers_are_not_forwarded():
     assert _headers(scope_of(client=None), "id") == [(b"x-request-id", b"id")]
 
 
+def test_engines_of_one_router_get_its_key_instead_of_clients():
+    headers = [(b"authorization", b"Bearer theirs"), (b"x-api-key", b"theirs"), (b"x-other", b"2")]
+    scope = scope_of(headers=headers, client=None)
+    assert _headers(scope, "id", "own") == [
+        (b"x-other", b"2"),
+        (b"authorization", b"Bearer own"),
+        (b"x-request-id", b"id"),
+    ]
+    assert _headers(scope, "id") == [*headers, (b"x-request-id", b"id")]
+
+
 @pytest.mark.parametrize(
     ("error", "is_own", "is_refused"),
     [
@@ -278,6 +289,21 @@ def test_slow_address_uses_only_its_share_of_connect_timeout(monkeypatch):
             await upstream._connect("http://name")
         assert now() == pytest.approx(12.0)
         assert len(loop.summary) == 3
+
+    run_virtually(work)
+
+
+def test_idle_connections_of_one_engine_are_closed():
+    async def work(_now):
+        upstream = Upstream(RouterConfig(engines=(URL,)))
+        mine, others = [Connection(), Connection()], Connection(url="http://other:80")
+        for connection in (*mine, others):
+            upstream._now_idle(connection)
+        upstream.close_idle(URL)
+        assert [connection.is_closed for connection in (*mine, others)] == [True, True, False]
+        assert upstream._take_idle(URL) is None
+        assert upstream._take_idle("http://other:80") is others
+        upstream.close_idle(URL)
 
     run_virtually(work)
 

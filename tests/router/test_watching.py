@@ -391,3 +391,73 @@ def test_lost_engine_is_logged_only_if_previously_ready(caplog, error, was_ready
     EngineWatch(pool, MadeUpUpstream(), CONFIG, NO_LAUNCHER)._lost(engine, error)
     assert (f"{URL} is lost: {type(error).__name__}: {error}" in caplog.text) is logs
     assert (engine.is_ready, engine.models) == (False, None)
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_saved_engine_is_identified_before_it_is_ready(is_silent):
+    class Metrics(Figures):
+        async def get(self, engine, path, key, timeout_s):
+            if path == "/metrics":
+                seen.append(engine.is_ready)
+                if is_silent and len(seen) == 1:
+                    raise TimeoutError
+            return await super().get(engine, path, key, timeout_s)
+
+    async def work(_now):
+        pool, upstream = EnginePool(create_policy(CONFIG)), Metrics()
+        upstream.note_usage["/metrics"] = (200, b"process_start_time_seconds 5.0\n")
+        pool.reserve(URL, (5.0, 0.0), 0)
+        (engine,), _ = pool.change([URL])
+        await EngineWatch(pool, upstream, CONFIG, NO_LAUNCHER)._record_health(engine, is_ready=True)
+        assert (engine.is_ready, engine.incarnation, pool.is_saved(engine)) == (True, (5.0, 0.0), False)
+
+    seen = []
+    run_virtually(work)
+    assert seen == [False, True]
+
+
+def test_removed_engine_loses_its_idle_connections_after_its_last_request():
+    class Idle(MadeUpUpstream):
+        def close_idle(self, url):
+            closed.append(url)
+
+    async def work(_now):
+        pool, upstream = EnginePool(create_policy(CONFIG)), Idle()
+        watch = EngineWatch(pool, upstream, CONFIG, NO_LAUNCHER)
+        watch._change([URL])
+        engine = pool.engines[URL]
+        engine.routed_requests.add("open")
+        watch._change([])
+        await asyncio.sleep(5.0)
+        assert closed == []
+        engine.routed_requests.clear()
+        await asyncio.sleep(5.0)
+        assert (closed, watch._wake) == ([URL], {})
+        await watch.stop()
+
+    closed = []
+    run_virtually(work)
+
+
+def test_engines_of_launcher_come_and_go():
+    class ComingLauncher(Launcher):
+        found = ("http://a",)
+
+        async def urls(self):
+            return list(self.found)
+
+    async def work(_now):
+        pool, launcher = EnginePool(create_policy(CONFIG)), ComingLauncher()
+        watch = EngineWatch(pool, MadeUpUpstream(), CONFIG, launcher)
+        watch.start()
+        await asyncio.sleep(0.1)
+        assert list(pool.engines) == [URL, "http://a"]
+        launcher.found = ("http://b", "http://a")
+        await asyncio.sleep(CONFIG.health_interval_s)
+        assert list(pool.engines) == [URL, "http://a", "http://b"]
+        launcher.found = ()
+        await asyncio.sleep(CONFIG.health_interval_s)
+        assert list(pool.engines) == [URL]
+        await watch.stop()
+
+    run_virtually(work)

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 
-_EXIT_S = 10.0
+_EXIT_S = 6.0
 
 
 def _end_with_parent() -> None:

@@ -50,7 +50,17 @@ def route(context: typer.Context, router: RouterOptions, listen: ListenOptions) 
     say = listen.begin_logging(config.log_level)
     for line in describe_settings(context):
         say(line)
-    run_router(config, listen, say)
+    run_router(config, listen, say, _finder(config, listen))
+
+
+def _finder(config: RouterConfig, listen: ListenOptions) -> Launcher | None:
+    if config.engines_ray is None:
+        return None
+    from octavo.ray.messages import Search
+    from octavo.ray.process import RayProcess, check_ray_installed
+
+    check_ray_installed("--engines-ray")
+    return RayProcess("octavo.ray.finder", Search(config.engines_ray, config.log_level, listen.log_format))
 
 
 def run_router(

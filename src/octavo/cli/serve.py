@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path  # noqa: TC003
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -20,6 +20,7 @@ from octavo.cli.listen_options import ListenOptions, check_installed
 from octavo.config import (
     DEFAULT_MAX_NUM_WAITING,
     DEFAULT_MAX_NUM_WAITING_TOKENS,
+    ReplicasConfig,
     SchedulingPolicy,
     ServerConfig,
     api_key_from_environment,
@@ -38,18 +39,10 @@ _PANEL = "Server"
 SWITCH_INTERVAL_S = 0.0005
 
 
-@with_options_of({ServerConfig: _PANEL})
+@with_options_of({ServerConfig: _PANEL, ReplicasConfig: "Replicas"})
 class ServerOptions:
-    """Options of `ServerConfig`, and the number of replicas."""
+    """Options of `ServerConfig` and `ReplicasConfig`."""
 
-    replicas: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            rich_help_panel=_PANEL,
-            help="Number of engines with one router in front; each runs in its own processes.",
-        ),
-    ] = 1
     api_key: str | None
     api_keys: Path | None
     allowed_host: list[str] | None
@@ -76,6 +69,7 @@ class ServerOptions:
     "octavo serve Qwen/Qwen2.5-0.5B-Instruct --served-model-name qwen --max-num-seqs 32",
     "OCTAVO_API_KEY=... octavo serve ./my-checkpoint --host 0.0.0.0",
     "octavo serve ./my-checkpoint --replicas 2",
+    "octavo serve /models/m --launcher ray --ray-address 10.0.0.1:6379 --replicas 2 --max-replicas 8",
     "octavo serve ./my-checkpoint --host 0.0.0.0 --api-keys keys.toml --ssl-certfile cert.pem --ssl-keyfile key.pem",
 )
 def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions, listen: ListenOptions) -> None:
@@ -97,12 +91,11 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions, 
         say(line)
     for line in describe_configuration(config, engine.config()) if config.log_level == "debug" else ():
         say(line)
-    if server.replicas > 1:
+    replicas = read_part(server, ReplicasConfig)
+    if replicas.num_replicas > 1 or replicas.launcher == "ray":
         from octavo.cli.replicas import serve_replicas
 
-        serve_replicas(
-            context, config, listen, say, num_replicas=server.replicas, num_threads=engine.config().device.num_threads
-        )
+        serve_replicas(context, config, listen, say, replicas, engine.config().device)
         return
     if is_drawn:
         say(f"seed = {engine.config().model.seed}  (drawn for this process)")

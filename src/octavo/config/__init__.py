@@ -30,17 +30,22 @@ from octavo.config.environment import (
     SECRET_VARIABLES,
     api_key_from_environment,
     cache_directory,
+    environment_for_nodes,
+    environment_of_engine,
+    environment_of_ray,
     environment_of_replicas,
     forget_service_link,
     isa_from_environment,
     kernels_required,
     kv_secret_from_environment,
     operator_key_from_environment,
+    ray_address_from_environment,
     threads_from_environment,
 )
 from octavo.config.fields import QUANTIZATIONS, WEIGHT_BITS, Option, options_of
 from octavo.config.kv_events import KVEventsConfig
 from octavo.config.kv_transfer import KVTransferConfig
+from octavo.config.replicas import LAUNCHERS, ReplicasConfig
 from octavo.config.router import ROUTING_POLICIES, RouterConfig
 from octavo.config.server import ServerConfig
 from octavo.config.speculative import SpeculativeConfig
@@ -58,6 +63,7 @@ __all__ = [
     "DEFAULT_PACKED_CACHE_BYTES",
     "DTYPES",
     "INSTRUCTION_SETS",
+    "LAUNCHERS",
     "LOG_FORMATS",
     "LOG_LEVELS",
     "PORT_VARIABLE",
@@ -77,6 +83,7 @@ __all__ = [
     "ModelInfo",
     "Option",
     "PreemptionMode",
+    "ReplicasConfig",
     "ResolvedSchedulerConfig",
     "RouterConfig",
     "SchedulerConfig",
@@ -85,6 +92,9 @@ __all__ = [
     "SpeculativeConfig",
     "api_key_from_environment",
     "cache_directory",
+    "environment_for_nodes",
+    "environment_of_engine",
+    "environment_of_ray",
     "environment_of_replicas",
     "forget_service_link",
     "isa_from_environment",
@@ -93,6 +103,7 @@ __all__ = [
     "operator_key_from_environment",
     "options_of",
     "random_seed",
+    "ray_address_from_environment",
     "scheduling_policy",
     "threads_from_environment",
 ]

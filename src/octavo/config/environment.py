@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 API_KEY_VARIABLE = "OCTAVO_API_KEY"
 PORT_VARIABLE = "OCTAVO_SERVE_PORT"
@@ -59,6 +63,27 @@ def environment_of_replicas(api_key: str | None, operator_key: str | None) -> di
     """Return the environment of replicas, including keys."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_SERVE_")}
     return {**kept, API_KEY_VARIABLE: api_key or "", _OPERATOR_KEY_VARIABLE: operator_key or ""}
+
+
+def environment_for_nodes(api_key: str | None, operator_key: str | None) -> dict[str, str]:
+    """Return the variables that replicas on other machines get, including keys."""
+    replicas = environment_of_replicas(api_key, operator_key)
+    return {name: value for name, value in replicas.items() if name.startswith("OCTAVO_")}
+
+
+def environment_of_engine(given: Mapping[str, str]) -> dict[str, str]:
+    """Return this node's environment with the variables from `environment_for_nodes`."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_")} | dict(given)
+
+
+def environment_of_ray() -> dict[str, str]:
+    """Return the environment of a process that uses Ray. Ray must not send statistics to its authors."""
+    return {"RAY_USAGE_STATS_ENABLED": "0"} | dict(os.environ)
+
+
+def ray_address_from_environment() -> str | None:
+    """Return RAY_ADDRESS or None."""
+    return os.environ.get("RAY_ADDRESS") or None
 
 
 def operator_key_from_environment() -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path  # noqa: TC003 - read at run time
 from urllib.parse import urlsplit
 
@@ -30,6 +30,7 @@ class RouterConfig(AccessConfig):
     """Engines, routing and timeouts.
 
     max_open_requests: With None, only the engines refuse excess requests.
+    client_key: Key that engines get instead of a client's key, if only this router may send requests to them.
     balance_tokens, balance_ratio: See `octavo.router.policies.cache_aware`.
     """
 
@@ -43,6 +44,12 @@ class RouterConfig(AccessConfig):
     )
     engines_dns: str | None = option(
         None, "Name whose addresses are all engines. It is resolved repeatedly. Default: none.", unit="NAME:PORT"
+    )
+    engines_ray: str | None = option(
+        None,
+        "Ray cluster whose engines of `octavo serve --launcher ray` are used: the address of its head node, or auto "
+        "for the cluster of this machine. Default: none.",
+        unit="HOST:PORT",
     )
     engine_api_key: str | None = option(
         None,
@@ -67,6 +74,12 @@ class RouterConfig(AccessConfig):
     balance_ratio: float = option(1.5, "this many times as many.", unit="RATIO", low=1.0)
     max_prefix_entries: int = option(
         1 << 18, "Number of most recently used prompt pieces that cache_aware remembers, about 400 bytes each.", low=1
+    )
+    state_file: Path | None = option(
+        None,
+        "File in which cache_aware keeps what it remembers of prompts, as hashes, so that a restart of the router does "
+        "not lose it. Default: none.",
+        unit="FILE",
     )
     min_prefill_tokens: int = option(
         256,
@@ -128,14 +141,20 @@ class RouterConfig(AccessConfig):
         panel="Limits",
     )
     max_open_requests: int | None = None
+    client_key: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         AccessConfig.__post_init__(self)
         object.__setattr__(self, "engines", tuple(map(engine_url, self.engines)))
         if self.engines_dns is not None and not _is_name_and_port(self.engines_dns):
             raise ConfigError(f"engines_dns must be a name and a port, like engines.local:8000, got {self.engines_dns}")
-        if not self.engines and self.engines_file is None and self.engines_dns is None:
-            raise ConfigError("a router needs engines: --engine URL, --engines-file FILE or --engines-dns NAME:PORT")
+        if not self.engines and {self.engines_file, self.engines_dns, self.engines_ray} == {None}:
+            raise ConfigError(
+                "a router needs engines: --engine URL, --engines-file FILE, --engines-dns NAME:PORT or --engines-ray "
+                "HOST:PORT"
+            )
+        if self.state_file is not None and self.policy != "cache_aware":
+            raise ConfigError(f"state_file needs the policy cache_aware, got {self.policy}")
         for name in ("balance_tokens", "max_prefix_entries", "min_prefill_tokens"):
             at_least(name, getattr(self, name), 0)
         at_least("max_answer_bytes", self.max_answer_bytes, 1)

@@ -1,1 +1,1 @@
-"""octavo on Ray. Needs the package `ray`."""
+"""Engines on a Ray cluster, and in Ray Serve LLM."""

@@ -53,9 +53,7 @@ class EngineConnection(asyncio.Protocol):
         """Send a request and wait for the answer's headers. Raises `OSError`."""
         answer = self._answer = Answer(self, limits, is_head=is_head)
         try:
-            self._transport.write(head)
-            if body:
-                self._transport.write(body)
+            self._transport.writelines((head, body))
             await answer.begin()
         except BaseException:
             self.close()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from octavo.config.router import ASSUMED_REQUEST_TIMEOUT_S, REQUEST_TIMEOUT_MARGIN_S
 from octavo.http.apis import OLLAMA_TAG
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from octavo.router.request_summary import RequestSummary
     from octavo.router.routed_request import RoutedRequest
 
-_numbers = itertools.count()
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +29,7 @@ class EngineHandle:
     """One engine. None means not known yet.
 
     is_member: True until the engine is removed.
+    number: Differs from the numbers of all other engines of the router. A removed engine's number is used again.
     models: Empty if the engine has no valid list.
     role: "prefill", "decode" or "both".
     kv_format: Properties by name. Only engines with equal properties can exchange KV.
@@ -50,7 +52,7 @@ class EngineHandle:
     prompt_figures: PromptFigures | None = None
     prefills_from: float = 0.0
     incarnation: tuple[float, ...] | None = None
-    number: int = field(default_factory=lambda: next(_numbers))
+    number: int = 0
     routed_requests: set[RoutedRequest] = field(default_factory=set)
     open_tokens: int = 0
     other_tokens: int = 0
@@ -83,11 +85,23 @@ class EngineHandle:
         return model is None or not self.models or not self.models.isdisjoint((model, model.removesuffix(OLLAMA_TAG)))
 
 
+class SavedEngine(NamedTuple):
+    """An engine of a state file.
+
+    lost_until: See `RoutingPolicy.recall`.
+    """
+
+    number: int
+    incarnation: tuple[float, ...]
+    lost_until: int
+
+
 class EnginePool:
     """Engines by address."""
 
     def __init__(self, policy: RoutingPolicy) -> None:
         self._policy = policy
+        self._saved: dict[str, SavedEngine] = {}
         self.engines: dict[str, EngineHandle] = {}
         self.partners = Partners()
 
@@ -99,9 +113,41 @@ class EnginePool:
             engine.is_member = engine.is_ready = False
             del self.engines[engine.url]
             self.forget(engine)
-        new = [EngineHandle(url) for url in wanted if url not in self.engines]
-        self.engines.update((engine.url, engine) for engine in new)
-        return new, gone
+        new = [url for url in wanted if url not in self.engines]
+        for url in new:
+            number = self._saved[url].number if url in self._saved else self._free_number()
+            self.engines[url] = EngineHandle(url, number=number)
+        return [self.engines[url] for url in new], gone
+
+    def reserve(self, url: str, incarnation: tuple[float, ...], lost_until: int) -> int:
+        """Return the number that an engine of a state file will have."""
+        number = self._free_number()
+        self._saved[url] = SavedEngine(number, incarnation, lost_until)
+        return number
+
+    def _free_number(self) -> int:
+        used = {engine.number for engine in (*self.engines.values(), *self._saved.values())}
+        return next(number for number in itertools.count() if number not in used)
+
+    def is_saved(self, engine: EngineHandle) -> bool:
+        """Return True if a state file knows the engine, and `identify` was not called."""
+        return engine.url in self._saved
+
+    def identify(self, engine: EngineHandle, incarnation: tuple[float, ...]) -> None:
+        """Set the engine's run. If it has restarted, forget its cache. If a state file knows this run, recall it."""
+        if engine.incarnation not in {None, incarnation}:
+            logger.info("%s has restarted: its cache is empty", engine.url)
+            engine.num_restarts += 1
+            self.forget(engine)
+        engine.incarnation = incarnation
+        saved = self._saved.pop(engine.url, None)
+        if saved is not None and saved.incarnation == incarnation:
+            self._policy.recall(engine, saved.lost_until)
+
+    @property
+    def has_ready(self) -> bool:
+        """True if an engine is ready."""
+        return any(engine.is_ready for engine in self.engines.values())
 
     def ready(self) -> list[EngineHandle]:
         """Return ready engines."""
@@ -119,15 +165,18 @@ class EnginePool:
         able = self._able(summary)
         if any(engine.role != "prefill" and engine not in failed for engine in able):
             able = [engine for engine in able if engine.role != "prefill"]
-        able = [engine for engine in able if engine not in tried]
+        if tried:
+            able = [engine for engine in able if engine not in tried]
         if not able:
             return None
         return able[0] if len(able) == 1 else self._policy.choose(summary, able)
 
     def _able(self, summary: RequestSummary) -> list[EngineHandle]:
-        able = [engine for engine in self.ready() if engine.serves(summary.model)]
-        is_known = any(engine.models and engine.serves(summary.model) for engine in self.engines.values())
-        return able if able or is_known else self.ready()
+        engines, model = self.engines.values(), summary.model
+        able = [engine for engine in engines if engine.is_ready and engine.serves(model)]
+        if able or any(engine.models and engine.serves(model) for engine in engines):
+            return able
+        return self.ready()
 
     def choose_prefill(self, summary: RequestSummary, decode: EngineHandle, now: float) -> EngineHandle | None:
         """Choose the least loaded engine that can compute a prompt for `decode`, or return None."""
@@ -162,6 +211,7 @@ class EnginePool:
 
     def forget(self, engine: EngineHandle) -> None:
         """Treat an engine's cache as empty."""
+        self._saved.pop(engine.url, None)
         self._policy.forget(engine)
         self.partners.forget(engine)
 

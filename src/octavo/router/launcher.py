@@ -30,6 +30,10 @@ class Launcher:
         """True if all engines failed."""
         return False
 
+    async def urls(self) -> list[str]:
+        """Return the addresses of engines that come and go."""
+        return []
+
     def reload(self) -> None:
         """Reload API keys."""
 
@@ -146,10 +150,11 @@ class _Replica:
             return process.wait()
 
 
-def free_ports(count: int) -> list[int]:
-    """Find free ports."""
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Find free ports of an address of this machine."""
     with contextlib.ExitStack() as stack:
-        socks = [stack.enter_context(socket.socket()) for _ in range(count)]
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        socks = [stack.enter_context(socket.socket(family)) for _ in range(count)]
         for sock in socks:
-            sock.bind(("127.0.0.1", 0))
+            sock.bind((host, 0))
         return [sock.getsockname()[1] for sock in socks]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,9 @@ _BYTES_PER_TOKEN = 4
 _USUAL_TOKENS = 256  # assumed for an answer without a limit
 _SMALL_PIECE, _LARGE_PIECE, _SMALL_PIECES = 64, 1024, 128  # bytes per piece of a prompt; the first 128 are small
 _MAX_PIECES = 4096  # bytes after 4 MB are ignored
+_ENDS = list(
+    itertools.accumulate(_SMALL_PIECE if number < _SMALL_PIECES else _LARGE_PIECE for number in range(_MAX_PIECES))
+)
 _MAX_TOKENS = 1 << 17
 _MAX_STREAMS = 1 << 10
 _NO_RAW = msgspec.Raw()
@@ -78,16 +83,16 @@ class RequestSummary:
     @cached_property
     def pieces(self) -> tuple[list[bytes], list[int]]:
         """Hashes and ends of the prompt's pieces. A hash covers all bytes up to the piece's end."""
+        ends = _ENDS[: bisect_right(_ENDS, self.num_prompt_bytes)]
+        owner = hashlib.blake2b(self.owner, digest_size=16).digest()
+        state = hashlib.blake2b(key=owner, digest_size=16)
         hashes: list[bytes] = []
-        ends: list[int] = []
-        digest = hashlib.blake2b(self.owner, digest_size=16).digest()
-        for start, end in _bounds(self.num_prompt_bytes):
-            piece = hashlib.blake2b(key=digest, digest_size=16)
+        start = 0
+        for end in ends:
             for part in self._between(start, end):
-                piece.update(part)
-            digest = piece.digest()
-            hashes.append(digest)
-            ends.append(end)
+                state.update(part)
+            hashes.append(state.digest())
+            start = end
         return hashes, ends
 
     def _between(self, start: int, end: int) -> Iterator[memoryview]:
@@ -95,16 +100,6 @@ class RequestSummary:
             if start < len(part) and end > 0:
                 yield part[max(start, 0) : end]
             start, end = start - len(part), end - len(part)
-
-
-def _bounds(num_bytes: int) -> Iterator[tuple[int, int]]:
-    start = 0
-    for number in range(_MAX_PIECES):
-        end = start + (_SMALL_PIECE if number < _SMALL_PIECES else _LARGE_PIECE)
-        if end > num_bytes:
-            return
-        yield start, end
-        start = end
 
 
 def read_request_summary(

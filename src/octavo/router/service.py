@@ -12,7 +12,8 @@ from octavo.http.service import HttpService, key_removed
 from octavo.router.engines import EnginePool
 from octavo.router.launcher import Launcher
 from octavo.router.metrics import RouterCollector
-from octavo.router.policies import create_policy
+from octavo.router.policies import CacheAware, create_policy
+from octavo.router.state_file import StateFile
 from octavo.router.upstream import Upstream
 from octavo.router.watching import EngineWatch
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _SLOW_READER_S = 5.0
+_SAVE_INTERVAL_S = 60.0
 _BODIES = 64  # of the largest size
 
 
@@ -39,13 +41,19 @@ class RouterService(HttpService):
     upstream: Upstream
 
     def __init__(self, config: RouterConfig, launcher: Launcher | None = None) -> None:
-        self.pool = EnginePool(create_policy(config))
+        policy = create_policy(config)
+        self.pool = EnginePool(policy)
         super().__init__(config, RouterCollector(self.pool), num_bodies=_BODIES)
         self._launcher = launcher or Launcher()
         self._routed_requests: set[RoutedRequest] = set()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._watch: EngineWatch | None = None
+        self._state: StateFile | None = None
+        if config.state_file is not None and isinstance(policy, CacheAware):
+            self._state = StateFile(config.state_file, self.pool, policy.tree)
+        self._saving: asyncio.Task[None] | None = None
+        self._is_ending = asyncio.Event()
 
     @property
     def is_dead(self) -> bool:
@@ -53,10 +61,20 @@ class RouterService(HttpService):
         return self._launcher.has_failed
 
     async def start(self) -> None:
-        """Watch the engines."""
+        """Read the state file, and watch the engines."""
+        if self._state is not None:
+            await self._state.read()
+            self._saving = asyncio.create_task(self._save(self._state))
         self.upstream = Upstream(self.config)
         self._watch = EngineWatch(self.pool, self.upstream, self.config, self._launcher)
         self._watch.start()
+
+    async def _save(self, state: StateFile) -> None:
+        while not self._is_ending.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_SAVE_INTERVAL_S):
+                    await self._is_ending.wait()
+            await state.save()
 
     @property
     def request_timeout_s(self) -> float:
@@ -66,7 +84,7 @@ class RouterService(HttpService):
 
     def check_engine(self) -> None:
         """Raise `NoEngineError` if no engine is ready."""
-        if not self.pool.ready():
+        if not self.pool.has_ready:
             raise NoEngineError(self.config.health_interval_s)
 
     @contextlib.contextmanager
@@ -118,3 +136,6 @@ class RouterService(HttpService):
         if self._watch is not None:
             await self._watch.stop()
             await self.upstream.close()
+        if self._saving is not None:
+            self._is_ending.set()
+            await self._saving

@@ -28,6 +28,7 @@ _IDLE_S = 30.0  # octavo's servers keep idle connections longer
 _NOT_PASSED = frozenset(
     (b"proxy-authorization", b"host", b"origin", b"content-length", b"expect", b"x-request-id", b"x-forwarded-for")
 )
+_KEYS = frozenset((b"authorization", b"x-api-key"))
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 _MAY_BE_REPEATED = frozenset({"GET", "HEAD"})
 
@@ -42,6 +43,10 @@ def is_local_failure(error: BaseException) -> bool:
     return isinstance(error, socket.gaierror) or (isinstance(error, OSError) and error.errno in _LOCAL_ERRNOS)
 
 
+def _bearer(key: str) -> tuple[bytes, bytes]:
+    return b"authorization", b"Bearer " + key.encode()
+
+
 class Upstream:
     """Connections to all engines. Must be closed. Used on one event loop only."""
 
@@ -49,6 +54,7 @@ class Upstream:
         self._connect_s = config.engine_connect_timeout_s
         self._first_byte_s = config.engine_first_byte_timeout_s
         self._idle_s, self._max_answer_bytes = config.engine_idle_timeout_s, config.max_answer_bytes
+        self._client_key = config.client_key
         self._open: set[EngineConnection] = set()
         self._idle: dict[str, dict[EngineConnection, float]] = {}  # by address, the newest last
         self._tls: ssl.SSLContext | None = None
@@ -59,11 +65,13 @@ class Upstream:
         target = scope["raw_path"] + (b"?" + query if query else b"")
         first_byte_s = engine.ends_within_s if self._first_byte_s is None else self._first_byte_s
         limits = AnswerLimits(first_byte_s, self._idle_s, self._max_answer_bytes)
-        return await self._ask(engine.url, scope["method"], target, _headers(scope, request_id), body, limits)
+        return await self._ask(
+            engine.url, scope["method"], target, _headers(scope, request_id, self._client_key), body, limits
+        )
 
     async def get(self, engine: EngineHandle, path: str, key: str | None, timeout_s: float) -> tuple[int, bytes]:
         """Send the router's own GET. Raises `FAILURES`."""
-        headers = [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
+        headers = [] if key is None else [_bearer(key)]
         limits = AnswerLimits(timeout_s, timeout_s, _MAX_OWN_BYTES)
         async with asyncio.timeout(timeout_s):
             async with await self._ask(engine.url, "GET", path.encode(), headers, b"", limits) as answer:
@@ -72,6 +80,11 @@ class Upstream:
     async def close(self) -> None:
         """Close all connections."""
         for connection in list(self._open):
+            connection.close()
+
+    def close_idle(self, url: str) -> None:
+        """Close idle connections to an engine."""
+        for connection in self._idle.pop(url, {}):
             connection.close()
 
     async def _ask(
@@ -150,9 +163,13 @@ class Upstream:
             self._idle.pop(connection.url, None)
 
 
-def _headers(scope: Scope, request_id: str) -> list[tuple[bytes, bytes]]:
+def _headers(scope: Scope, request_id: str, client_key: str | None = None) -> list[tuple[bytes, bytes]]:
     dropped = of_connection(scope["headers"]) | _NOT_PASSED
+    if client_key is not None:
+        dropped |= _KEYS
     headers = [(name, value) for name, value in scope["headers"] if name not in dropped]
+    if client_key is not None:
+        headers.append(_bearer(client_key))
     headers.append((b"x-request-id", request_id.encode()))
     if client := scope.get("client"):
         headers.append((b"x-forwarded-for", client[0].encode("latin-1")))

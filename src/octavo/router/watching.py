@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from octavo.config import RouterConfig
+    from octavo.router.discovery import Source
     from octavo.router.engines import EngineHandle, EnginePool
     from octavo.router.launcher import Launcher
     from octavo.router.upstream import Upstream
@@ -53,7 +55,7 @@ class EngineWatch:
 
     def __init__(self, pool: EnginePool, upstream: Upstream, config: RouterConfig, launcher: Launcher) -> None:
         self._pool, self._upstream, self._config, self._launcher = pool, upstream, config, launcher
-        self._sources = make_sources(config)
+        self._sources: list[Source] = [*make_sources(config), launcher]
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake: dict[EngineHandle, asyncio.Event] = {}
 
@@ -119,6 +121,7 @@ class EngineWatch:
                 logger.exception("%s could not be checked", engine.url)
             await self._pause(engine)
         del self._wake[engine]
+        self._upstream.close_idle(engine.url)
 
     def _lost(self, engine: EngineHandle, error: Exception) -> None:
         if engine.is_ready:
@@ -133,6 +136,9 @@ class EngineWatch:
             await self._read_role(engine)
         if is_ready and engine.models is None:
             await self._read_models(engine)
+        if is_ready and self._pool.is_saved(engine):  # its first requests may need the restored prefixes
+            with contextlib.suppress(TimeoutError):
+                await self._read_figures(engine)
         if is_ready is not engine.is_ready and engine.is_member:
             logger.info("%s %s", engine.url, "is ready" if is_ready else "accepts no new requests")
             engine.is_ready = is_ready
@@ -155,12 +161,7 @@ class EngineWatch:
         figures: dict[bytes, float] = {}
         for name, value in _SAMPLE.findall(text):
             figures[name] = figures.get(name, 0.0) + float(value)
-        incarnation = tuple(figures.get(name, 0.0) for name in _INCARNATION)
-        if engine.incarnation not in {None, incarnation}:
-            logger.info("%s has restarted: its cache is empty", engine.url)
-            engine.num_restarts += 1
-            self._pool.forget(engine)
-        engine.incarnation = incarnation
+        self._pool.identify(engine, tuple(figures.get(name, 0.0) for name in _INCARNATION))
         engine.prompt_figures = _prompt_figures(figures, engine)
         self._pool.partners.figures_read(engine, asyncio.get_running_loop().time())
         num_there = sum(figures.get(name, 0.0) for name in _OPEN)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from octavo.router.policies.interface import RoutingPolicy
 from octavo.router.policies.least_loaded import least_loaded
+from octavo.router.policies.rendezvous import engine_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,14 +17,11 @@ if TYPE_CHECKING:
 
 
 class SessionAffinity(RoutingPolicy):
-    """Sends a session's requests to one engine. Requests without a session go to the least loaded engine.
-
-    With rendezvous hashing (Thaler and Ravishankar 1998), an engine's removal moves only its own sessions.
-    """
+    """Sends a session's requests to one engine. Requests without a session go to the least loaded engine."""
 
     def choose(self, summary: RequestSummary, engines: Sequence[EngineHandle]) -> EngineHandle:
         """Choose an engine."""
         if summary.session is None:
             return least_loaded(engines)
         session = hashlib.blake2b(summary.session.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-        return max(engines, key=lambda engine: hashlib.blake2b(engine.url.encode(), key=session).digest())
+        return engine_of(session, engines)

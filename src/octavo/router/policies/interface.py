@@ -28,3 +28,9 @@ class RoutingPolicy(ABC):
 
     def forget(self, engine: EngineHandle) -> None:  # noqa: B027 - optional
         """Forget an engine's cache."""
+
+    def recall(self, engine: EngineHandle, lost_until: int) -> None:  # noqa: B027 - optional
+        """Use what a state file said about an engine's cache.
+
+        lost_until: Content last sent at this time or earlier was evicted.
+        """

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_left
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from octavo.router.engines import EngineHandle
     from octavo.router.request_summary import RequestSummary
@@ -29,18 +31,22 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The known prefixes of a prompt.
+    """The longest known prefix of a prompt.
 
-    num_bytes: Length of each engine's prefix.
-    is_branch: True if earlier prompts continue the longest prefix, but no engine has this prompt's next piece.
+    num_bytes: Length of the prefix.
+    engines: The engines with this prefix. If it is empty, all engines.
+    num_pieces: Pieces of the prefix.
+    is_branch: True if earlier prompts continue the prefix, but no engine has this prompt's next piece.
     """
 
-    num_bytes: dict[EngineHandle, int]
+    num_bytes: int
+    engines: Sequence[EngineHandle]
+    num_pieces: int
     is_branch: bool
 
 
 @dataclass(slots=True)
-class _Node:
+class Node:
     """A piece of a prompt. times: When the piece was last sent to an engine, by engine number."""
 
     times: dict[int, int] = field(default_factory=dict)
@@ -56,53 +62,63 @@ class PrefixTree:
 
     def __init__(self, max_entries: int) -> None:
         self._max_entries = max_entries
-        self._nodes: OrderedDict[bytes, _Node] = OrderedDict()  # least recently used first, parents after children
+        self._nodes: OrderedDict[bytes, Node] = OrderedDict()  # least recently used first, parents after children
         self._lost: dict[int, int] = {}  # by engine number
         self._open: dict[int, set[int]] = {}
-        self._now = 0
+        self.now = 0
 
     def find(self, summary: RequestSummary, engines: Sequence[EngineHandle]) -> Found:
-        """Return each engine's known prefix."""
-        num_bytes, left, is_branch = dict.fromkeys(engines, 0), list(engines), False
+        """Return the longest known prefix."""
         hashes, ends = summary.pieces
-        for digest, end in zip(hashes, ends, strict=True):
-            node = self._nodes.get(digest)
-            left = [] if node is None else [engine for engine in left if self._has(node, engine.number)]
-            if node is None or not left:
-                return Found(num_bytes, is_branch)
-            for engine in left:
-                num_bytes[engine] = end
-            is_branch = node.has_more
-        return Found(num_bytes, is_branch=False)
+        nodes, by_number = self._known_nodes(hashes), {engine.number: engine for engine in engines}
+        # Each engine with a piece has all earlier pieces.
+        num_pieces = bisect_left(nodes, True, key=lambda node: not any(self._having(node, by_number)))
+        if not num_pieces:
+            return Found(0, engines, 0, is_branch=False)
+        node = nodes[num_pieces - 1]
+        having = list(self._having(node, by_number))
+        return Found(ends[num_pieces - 1], having, num_pieces, num_pieces < len(hashes) and node.has_more)
 
-    def _has(self, node: _Node, number: int) -> bool:
-        return node.times.get(number, 0) > self._lost.get(number, 0)
+    def _known_nodes(self, hashes: Sequence[bytes]) -> list[Node]:
+        # A piece is never dropped before the pieces that continue it.
+        nodes = map(self._nodes.get, hashes)
+        return list(itertools.takewhile(bool, nodes))  # type: ignore[arg-type]
+
+    def _having(self, node: Node, by_number: Mapping[int, EngineHandle]) -> Iterator[EngineHandle]:
+        for number, time in node.times.items():
+            if number in by_number and time > self._lost.get(number, 0):
+                yield by_number[number]
 
     def add(self, summary: RequestSummary, engine: EngineHandle) -> Expected:
         """Record a sent prompt. Return the prefix expected in the engine's cache. Call `close` later."""
-        self._now += 1
-        number, now = engine.number, self._now
-        hashes, _ = summary.pieces
-        num_bytes = self.find(summary, [engine]).num_bytes[engine]
-        since, parent = now, None
-        for digest in hashes:
-            node = self._nodes.get(digest)
-            if node is None:
-                node = self._nodes[digest] = _Node()
-            if parent is not None:
-                parent.has_more = True
-            if self._has(node, number):
-                since = min(since, node.times[number])
+        self.now += 1
+        number, now = engine.number, self.now
+        hashes, ends = summary.pieces
+        nodes = self._known_nodes(hashes)
+        for digest in hashes[len(nodes) :]:
+            node = self._nodes[digest] = Node()
+            nodes.append(node)
+        lost = self._lost.get(number, 0)
+        num_pieces, since = 0, now
+        for node in nodes:
+            last = node.times.get(number, 0)
+            if last > lost:  # a piece was sent at least as recently as the pieces that continue it
+                num_pieces += 1
+                since = last
             node.times[number] = now
-            parent = node
+        for node in nodes[:-1]:
+            node.has_more = True
         for digest in reversed(hashes):
             self._nodes.move_to_end(digest)
-        while len(self._nodes) > self._max_entries:
-            self._nodes.popitem(last=False)
+        self._drop_oldest()
         opened = self._open.setdefault(number, set())
         is_computed = since < min(opened, default=now)
         opened.add(now)
-        return Expected(num_bytes if is_computed else 0, since, now)
+        return Expected(ends[num_pieces - 1] if num_pieces and is_computed else 0, since, now)
+
+    def _drop_oldest(self) -> None:
+        while len(self._nodes) > self._max_entries:
+            self._nodes.popitem(last=False)
 
     def close(self, engine: EngineHandle, expected: Expected) -> None:
         """End a request."""
@@ -117,4 +133,28 @@ class PrefixTree:
 
     def forget(self, engine: EngineHandle) -> None:
         """Forget an engine's cache."""
-        self.lost(engine, self._now)
+        self.lost(engine, self.now)
+
+    def nodes(self) -> list[tuple[bytes, Node]]:
+        """Return all nodes with their hashes, the least recently used first."""
+        return list(self._nodes.items())
+
+    def lost_until(self, engine: EngineHandle) -> int:
+        """Return the latest `time` of `lost`."""
+        return self._lost.get(engine.number, 0)
+
+    def restore(self, nodes: Iterable[tuple[bytes, bool, dict[int, int]]], now: int, numbers: Iterable[int]) -> None:
+        """Set all nodes, in the order of `nodes`. Call `recall` for each engine that still has its prefixes.
+
+        nodes: Hash, `has_more` and times.
+        now: The latest time.
+        numbers: The numbers of all engines in `nodes`.
+        """
+        self._nodes = OrderedDict((digest, Node(times, has_more)) for digest, has_more, times in nodes)
+        self._drop_oldest()
+        self.now = now
+        self._lost = dict.fromkeys(numbers, now)
+
+    def recall(self, engine: EngineHandle, lost_until: int) -> None:
+        """Expect an engine's restored prefixes in its cache."""
+        self._lost[engine.number] = lost_until

@@ -43,6 +43,7 @@ _GAUGES = (
 )
 _CAPACITY = (
     ("kv_cache_tokens", "kv_cache_capacity_tokens", "Capacity of the KV cache in tokens."),
+    ("max_num_seqs", "max_num_seqs", "Maximum number of running requests."),
     ("max_batch_prefill_tokens", "max_batch_prefill_tokens", "Maximum number of prompt tokens in a step."),
     (
         "max_batch_total_tokens",

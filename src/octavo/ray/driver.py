@@ -1,0 +1,89 @@
+"""The process of a router that runs engines in a Ray cluster: `python -m octavo.ray.driver`.
+
+It stops all engines when its input ends. Only this process, `octavo.ray.finder` and the actors read Ray's pickles.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+
+from octavo.errors import ConfigError
+from octavo.ray.cluster import RayCluster, connect, disconnect
+from octavo.ray.figures import LoadReader
+from octavo.ray.fleet import Fleet
+from octavo.ray.messages import Channel, Order, Report, Settings
+from octavo.ray.scaling import DOWN_AFTER_S, Load, ScalingLimits, choose_size
+from octavo.runtime import logs
+
+_LOOK_S = 0.2
+_LOAD_S = 1.0
+_MARGIN_S = 5.0
+
+
+class Driver:
+    """Carries out orders, chooses the number of engines, and reports changes."""
+
+    def __init__(self, settings: Settings, fleet: Fleet, channel: Channel) -> None:
+        self._settings, self._fleet, self._channel = settings, fleet, channel
+        self._limits = ScalingLimits(settings.min_replicas, settings.max_replicas, settings.target_queue_time_s)
+        self._reader = LoadReader(settings.operator_key)
+        self._loads: collections.deque[Load] = collections.deque(maxlen=int(2 * DOWN_AFTER_S / _LOAD_S))
+        self._loads_at = 0.0
+
+    def run(self) -> None:
+        """Run until the input ends, or no engine can run."""
+        fleet = self._fleet
+        while not self._channel.is_closed and fleet.failure is None:
+            if (order := self._channel.next(_LOOK_S)) is not None:
+                self._obey(order)
+            fleet.step(time.monotonic(), self._reader.num_open)
+            self._scale(time.monotonic())
+            self._channel.report(Report(fleet.urls, fleet.is_placed, fleet.was_ready, fleet.failure))
+        fleet.stop()
+        end = time.monotonic() + self._settings.stop_s + _MARGIN_S
+        while not fleet.remove_ended() and time.monotonic() < end:
+            time.sleep(_LOOK_S / 2)
+        fleet.remove_all()
+
+    def _obey(self, order: Order) -> None:
+        if order.reload:
+            self._fleet.reload()
+        if order.silent is not None:
+            self._fleet.kill(order.silent)
+        if order.words is not None:
+            self._fleet.replace(order.words)
+
+    def _scale(self, now: float) -> None:
+        is_fixed = self._limits.min_replicas == self._limits.max_replicas
+        urls = self._fleet.urls
+        if is_fixed or not urls or now - self._loads_at < _LOAD_S:
+            return
+        self._loads_at = now
+        if (load := self._reader.read(urls, now)) is not None:
+            self._loads.append(load)
+        if (since := self._fleet.settled_at) is not None:
+            self._fleet.resize(choose_size(self._loads, self._fleet.size, since, self._limits))
+
+
+def main() -> None:
+    """Run the process."""
+    channel = Channel()
+    settings = channel.first(Settings)
+    logs.configure(settings.log_level.upper(), settings.log_format)
+    try:
+        connect(settings.address)
+    except ConfigError as error:
+        channel.report(Report(failure=str(error)))
+        return
+    cluster = RayCluster(settings)
+    fleet = Fleet(cluster, settings.words, settings.num_replicas, settings.timeout_s, time.monotonic())
+    try:
+        Driver(settings, fleet, channel).run()
+    finally:
+        cluster.request(0)
+        disconnect()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""The driver: orders, reports and sizes, with a fake fleet and channel; and the cluster's own arithmetic."""
+
+from __future__ import annotations
+
+import signal
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from ray_nodes import needs_ray
+
+from octavo.errors import ConfigError
+from octavo.ray.messages import Order, Report
+
+pytestmark = needs_ray
+
+
+class Channel:
+    """A fake channel. orders: Given one by one; then the input ends."""
+
+    def __init__(self, *orders):
+        self.orders, self.reports, self.is_closed = list(orders), [], False
+
+    def next(self, timeout_s):
+        self.is_closed = not self.orders
+        return self.orders.pop(0) if self.orders else None
+
+    def report(self, report):
+        self.reports.append(report)
+
+
+class Fleet:
+    """A fake fleet that notes calls."""
+
+    def __init__(self, failure=None):
+        self.calls, self.failure = [], failure
+        self.urls, self.is_placed, self.was_ready, self.settled_at, self.size = ("http://a",), True, True, 0.0, 1
+
+    def __getattr__(self, name):
+        def note(*values):
+            self.calls.append(
+                (name, *(value for value in values if not callable(value) and not isinstance(value, float)))
+            )
+            return True
+
+        return note
+
+
+def settings(**changes):
+    from test_process import SETTINGS
+
+    return msgspec.structs.replace(SETTINGS, **changes)
+
+
+def test_driver_carries_out_orders_reports_and_stops():
+    from octavo.ray.driver import Driver
+
+    channel = Channel(Order(reload=True), Order(silent="http://a"), Order(words=("n",)))
+    fleet = Fleet()
+    Driver(settings(), fleet, channel).run()
+    names = [call for call in fleet.calls if call[0] != "step"]
+    assert names == [
+        ("reload",),
+        ("kill", "http://a"),
+        ("replace", ("n",)),
+        ("stop",),
+        ("remove_ended",),
+        ("remove_all",),
+    ]
+    assert channel.reports == [Report(("http://a",), is_placed=True, was_ready=True)] * 4
+
+
+def test_driver_ends_after_failure():
+    from octavo.ray.driver import Driver
+
+    channel, fleet = Channel(None, None), Fleet()
+    fleet.step = lambda *_: setattr(fleet, "failure", "no room")
+    Driver(settings(), fleet, channel).run()
+    assert [report.failure for report in channel.reports] == ["no room"]
+
+
+@pytest.mark.parametrize(("most", "expected"), [(1, []), (4, [("resize", 2)])])
+def test_driver_resizes_only_between_different_bounds(most, expected, monkeypatch):
+    from octavo.ray import driver
+
+    monkeypatch.setattr(driver, "choose_size", lambda loads, size, since, limits: limits.max_replicas // 2)
+    channel, fleet = Channel(None), Fleet()
+    made = driver.Driver(settings(max_replicas=most), fleet, channel)
+    made._reader = SimpleNamespace(read=lambda urls, now: None, num_open=None)
+    made.run()
+    assert [call for call in fleet.calls if call[0] == "resize"] == expected
+
+
+@pytest.mark.parametrize(
+    ("cpus", "num_engines", "expected"),
+    [([8], 1, 8), ([8], 3, 2), ([8, 8], 3, 4), ([8, 4], 3, 4), ([2], 5, 1), ([0, 6], 2, 3), ([], 1, 1), ([0], 2, 1)],
+)
+def test_engines_get_the_most_threads_with_room_for_all(cpus, num_engines, expected):
+    from octavo.ray.cluster import threads_each
+
+    assert threads_each(cpus, num_engines) == expected
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1", "ray://10.0.0.1:10001", "head:port"])
+def test_address_of_a_cluster_has_host_and_port(address):
+    from octavo.ray.cluster import connect
+
+    with pytest.raises(ConfigError, match=f"ray-address must be auto or the address of a head node.*{address}"):
+        connect(address)
+
+
+def test_host_refuses_other_versions_and_ends_without_raylet(monkeypatch):
+    from octavo.ray import engine_host
+
+    monkeypatch.setattr(engine_host.threading, "Thread", lambda **_: SimpleNamespace(start=list))  # it ends the process
+    wanted = engine_host.versions()
+    host = engine_host.EngineHost()
+    for name in wanted:
+        url, problem = host.start([], {}, {**wanted, name: "0"})
+        assert url == ""
+        assert f"has {name} {wanted[name]}, and this command has 0" in problem
+    assert (host.ready(), host.ended(), host.url()) == (False, "it has not started", None)
+    host.signal(signal.SIGTERM)  # does nothing
+    ends = []
+    monkeypatch.setattr(engine_host.os, "_exit", ends.append)
+    host._raylet = 0
+    host._watch()
+    assert ends == [1]

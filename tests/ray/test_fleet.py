@@ -1,0 +1,335 @@
+"""Starts, restarts, replacements and drains of engines, with a fake cluster and a clock of its own."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from octavo.ray.fleet import Fleet
+
+
+class Engine:
+    """A fake engine. signals: Those that it got."""
+
+    def __init__(self, name, words):
+        self.name, self.words = name, words
+        self.url = None
+        self.is_ready = self.is_fatal = self.is_removed = self.is_unlisted = False
+        self.end = None
+        self.signals, self.num_beats = [], 0
+
+    def look(self):
+        pass
+
+    def signal(self, number):
+        self.signals.append(number)
+
+    def beat(self):
+        self.num_beats += 1
+
+    def drain(self):
+        self.is_unlisted = True
+
+    def remove(self):
+        self.is_removed = True
+
+    def place(self):
+        self.url = f"http://{self.name}"
+
+    def get_ready(self):
+        self.place()
+        self.is_ready = True
+
+
+class Cluster:
+    """A fake cluster. engines: All that were ever started. requested: Sizes for the autoscaler."""
+
+    def __init__(self):
+        self.bundle = {"CPU": 2, "GPU": 1}
+        self.engines, self.requested = [], []
+
+    def start(self, words):
+        self.engines.append(Engine(f"e{len(self.engines)}", words))
+        return self.engines[-1]
+
+    def request(self, num_engines):
+        self.requested.append(num_engines)
+
+    def room(self):
+        return "1 CPU is free"
+
+    def running(self):
+        return [engine for engine in self.engines if not engine.is_removed]
+
+
+class Drill:
+    """A fleet and its clock."""
+
+    def __init__(self, size=2, timeout_s=60.0):
+        self.now = 1000.0
+        self.cluster = Cluster()
+        self.fleet = Fleet(self.cluster, ["old"], size, timeout_s, self.now)
+        self.loads = {}
+        self.step()
+
+    def step(self, seconds=0.0):
+        self.now += seconds
+        self.fleet.step(self.now, lambda url: self.loads.get(url, 0.0))
+
+    def get_ready(self):
+        for engine in self.cluster.running():
+            engine.get_ready()
+        self.step()
+
+    def names(self):
+        return [engine.name for engine in self.cluster.running()]
+
+
+@pytest.fixture
+def ready():
+    drill = Drill()
+    drill.get_ready()
+    return drill
+
+
+def test_engines_are_placed_then_ready():
+    drill = Drill()
+    fleet, (first, second) = drill.fleet, drill.cluster.engines
+    assert (fleet.urls, fleet.is_placed, fleet.was_ready, fleet.settled_at) == ((), False, False, None)
+    assert first.words == ["old"]
+    assert drill.cluster.requested == [2]
+    first.place()
+    drill.step()
+    assert (fleet.urls, fleet.is_placed) == (("http://e0",), False)
+    second.place()
+    drill.step()
+    assert (fleet.urls, fleet.is_placed, fleet.was_ready) == (("http://e0", "http://e1"), True, False)
+    first.get_ready()
+    drill.step(1)
+    assert (fleet.was_ready, fleet.settled_at) == (True, None)
+    second.get_ready()
+    drill.step(1)
+    drill.step(1)
+    assert fleet.settled_at == 1002.0
+
+
+def test_engine_that_ends_is_restarted_after_growing_pauses(ready, caplog):
+    starts = []
+    for _ in range(8):
+        ready.cluster.running()[-1].end = "it exited with status -9"
+        ready.step()
+        assert len(ready.names()) == 1
+        begun = ready.now
+        while len(ready.names()) < 2:
+            ready.step(0.5)
+        starts.append(ready.now - begun)
+    assert starts == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
+    assert ready.fleet.failure is None
+    assert "e1 (http://e1) has ended: it exited with status -9" in caplog.text
+    ready.get_ready()
+    ready.cluster.running()[-1].end = "again"
+    ready.step()
+    ready.step(1.0)
+    assert len(ready.names()) == 2
+
+
+def test_ended_engine_is_removed_from_urls_and_cluster(ready):
+    ready.cluster.engines[0].end = "killed"
+    ready.step()
+    assert ready.fleet.urls == ("http://e1",)
+    assert ready.names() == ["e1"]
+    assert ready.fleet.settled_at is None
+
+
+def test_three_failed_starts_without_ready_engine_are_a_failure():
+    drill = Drill(1)
+    for number in range(3):
+        assert drill.fleet.failure is None
+        drill.cluster.engines[-1].end = f"status {number}"
+        drill.step()
+        drill.step(4.0)
+    assert drill.fleet.failure == "e2 could not be started: status 2"
+    assert drill.cluster.running() == []
+
+
+def test_fleet_is_not_placed_while_an_engine_waits_for_its_restart(caplog):
+    caplog.set_level("INFO")
+    drill = Drill(2)
+    first, second = drill.cluster.engines
+    first.end = "status 1"
+    second.place()
+    drill.step()
+    assert not drill.fleet.is_placed
+    assert "another replica starts in 1 s" in caplog.text
+    drill.step(1.0)
+    drill.cluster.engines[2].place()
+    drill.step()
+    assert drill.fleet.is_placed
+
+
+def test_fatal_end_is_a_failure_at_once_if_no_engine_is_ready(ready):
+    drill = Drill()
+    drill.cluster.engines[0].end, drill.cluster.engines[0].is_fatal = "other version", True
+    drill.step()
+    assert drill.fleet.failure == "e0 could not be started: other version"
+    ready.cluster.engines[0].end, ready.cluster.engines[0].is_fatal = "other version", True
+    ready.step()
+    assert ready.fleet.failure is None
+    ready.step(1.0)
+    assert len(ready.names()) == 2
+
+
+def test_missing_room_at_the_start_is_a_failure():
+    drill = Drill(2, timeout_s=10.0)
+    drill.cluster.engines[0].get_ready()
+    drill.step(9.9)
+    assert drill.fleet.failure is None
+    drill.step(0.1)
+    why = "no node has room for e1: it needs 2 CPUs and 1 GPUs; 1 CPU is free (after 10 s)"
+    assert drill.fleet.failure == why
+
+
+def test_missing_room_later_is_logged_once_per_timeout(ready, caplog):
+    ready.cluster.engines[0].end = "node lost"
+    ready.step()
+    for _ in range(130):
+        ready.step(1.0)
+    assert caplog.text.count("no node has room for e2") == 2
+    assert ready.fleet.failure is None
+    assert ready.fleet.urls == ("http://e1",)
+
+
+def test_drained_engine_is_unlisted_first_and_stopped_later(ready, caplog):
+    caplog.set_level("INFO")
+    ready.loads = {"http://e0": 3.0, "http://e1": 2.0}
+    ready.fleet.resize(1)
+    ready.step()
+    assert ready.cluster.requested == [2, 1]
+    assert ready.fleet.urls == ("http://e0",)
+    second = ready.cluster.engines[1]
+    assert second.is_unlisted
+    assert "the number of replicas changes from 2 to 1" in caplog.text
+    assert "e1 (http://e1) is drained" in caplog.text
+    ready.step(1.9)
+    assert second.signals == []
+    ready.step(0.1)
+    ready.step(5.0)
+    assert second.signals == [signal.SIGTERM]
+    second.end = "it exited with status 0"
+    ready.step()
+    assert ready.names() == ["e0"]
+    assert "e1 (http://e1) has stopped" in caplog.text
+    ready.step(100.0)
+    assert ready.names() == ["e0"]
+    assert ready.fleet.settled_at is not None
+
+
+def test_growth_starts_engines_and_shrinking_removes_placeless_ones_first(ready):
+    ready.fleet.resize(4)
+    ready.step()
+    assert ready.names() == ["e0", "e1", "e2", "e3"]
+    ready.cluster.engines[2].place()
+    ready.fleet.resize(3)
+    ready.step()
+    assert ready.names() == ["e0", "e1", "e2", "e3"] or ready.names() == ["e0", "e1", "e2"]
+    assert ready.fleet.urls[:2] == ("http://e0", "http://e1")
+
+
+def test_replacement_is_ready_before_an_old_engine_is_drained(ready):
+    ready.fleet.replace(["new"])
+    ready.step()
+    assert [engine.words for engine in ready.cluster.running()] == [["old"], ["old"], ["new"]]
+    ready.step(5.0)
+    assert len(ready.names()) == 3
+    assert len(ready.fleet.urls) == 2
+    num_listed = []
+    while any(engine.words == ["old"] for engine in ready.cluster.running()):
+        ready.get_ready()
+        num_listed.append(len(ready.fleet.urls))
+        for engine in ready.cluster.running():
+            if signal.SIGTERM in engine.signals:
+                engine.end = "it exited with status 0"
+        ready.step(1.0)
+    assert min(num_listed) == 2
+    ready.get_ready()
+    assert [engine.words for engine in ready.cluster.running()] == [["new"], ["new"]]
+    assert max(len([e for e in ready.cluster.engines if e.words == ["new"]]), 0) == 2
+    ready.step(10.0)
+    assert len(ready.names()) == 2
+
+
+def test_failing_replacement_keeps_old_engines(ready, caplog):
+    ready.fleet.replace(["bad"])
+    for _ in range(3):
+        ready.step(5.0)
+        ready.cluster.running()[-1].end = "status 1"
+        ready.step()
+    ready.step(5.0)
+    assert "the new replicas could not be started; the previous options stay" in caplog.text
+    ready.step(100.0)
+    assert [(engine.name, engine.words) for engine in ready.cluster.running()] == [("e0", ["old"]), ("e1", ["old"])]
+    ready.cluster.engines[0].end = "killed"
+    ready.step()
+    ready.step(100.0)
+    assert ready.cluster.running()[-1].words == ["old"]
+
+
+def test_replacement_without_room_keeps_old_engines(ready, caplog):
+    ready.fleet.replace(["new"])
+    ready.step()
+    ready.step(60.0)
+    assert "no node has room for e2" in caplog.text
+    assert ready.names() == ["e0", "e1"]
+    ready.step(60.0)
+    assert ready.names() == ["e0", "e1"]
+
+
+def test_half_done_replacement_that_fails_is_undone(ready):
+    ready.fleet.replace(["new"])
+    ready.step()
+    ready.get_ready()  # e2 is ready, one old engine is drained
+    ready.step()
+    drained = next(engine for engine in ready.cluster.engines if engine.is_unlisted)
+    ready.step(3.0)
+    drained.end = "it exited with status 0"
+    for _ in range(3):
+        ready.step(5.0)
+        ready.cluster.running()[-1].end = "status 1"
+        ready.step()
+    for _ in range(20):
+        ready.step(5.0)
+        ready.get_ready()
+        for engine in ready.cluster.running():
+            if signal.SIGTERM in engine.signals:
+                engine.end = "it exited with status 0"
+    assert [engine.words for engine in ready.cluster.running()] == [["old"], ["old"]]
+
+
+def test_signals_reach_engines(ready, caplog):
+    first, second = ready.cluster.engines
+    ready.fleet.kill("http://e1")
+    ready.fleet.kill("http://unknown")
+    ready.fleet.reload()
+    assert (first.signals, second.signals) == ([signal.SIGHUP], [signal.SIGKILL, signal.SIGHUP])
+    assert "e1 (http://e1) does not respond any more: killing it" in caplog.text
+
+
+def test_beats_are_sent_every_two_seconds(ready):
+    for _ in range(10):
+        ready.step(0.5)
+    assert [engine.num_beats for engine in ready.cluster.engines] == [2, 2]
+
+
+def test_stop_frees_all_places(ready):
+    first, second = ready.cluster.engines
+    ready.fleet.stop()
+    assert first.is_unlisted
+    assert (first.signals, second.signals) == ([signal.SIGTERM], [signal.SIGTERM])
+    assert not ready.fleet.remove_ended()
+    first.look = lambda: setattr(first, "end", "it exited with status 0")
+    assert not ready.fleet.remove_ended()
+    assert ready.names() == ["e1"]
+    ready.fleet.remove_all()
+    assert ready.names() == []
+    assert ready.fleet.remove_ended()
