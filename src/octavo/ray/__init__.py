@@ -1,1 +1,1 @@
-"""Engines on a Ray cluster, and in Ray Serve LLM."""
+"""Engines on a Ray cluster, and octavo as an engine of Ray Serve LLM. Needs the package `ray`."""
