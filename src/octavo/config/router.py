@@ -43,12 +43,12 @@ class RouterConfig(AccessConfig):
         unit="FILE",
     )
     engines_dns: str | None = option(
-        None, "Name whose addresses are all engines. It is resolved repeatedly. Default: none.", unit="NAME:PORT"
+        None, "A DNS name. All its addresses are engines. It is resolved repeatedly. Default: none.", unit="NAME:PORT"
     )
     engines_ray: str | None = option(
         None,
-        "Ray cluster whose engines of `octavo serve --launcher ray` are used: the address of its head node, or auto "
-        "for the cluster of this machine. Default: none.",
+        "Use the engines of `octavo serve --launcher ray` on this Ray cluster: the address of its head node, or auto for "
+        "the cluster of this machine. Default: none.",
         unit="HOST:PORT",
     )
     engine_api_key: str | None = option(
@@ -77,8 +77,8 @@ class RouterConfig(AccessConfig):
     )
     state_file: Path | None = option(
         None,
-        "File in which cache_aware keeps what it remembers of prompts, as hashes, so that a restart of the router does "
-        "not lose it. Default: none.",
+        "File in which cache_aware keeps the hashes of known prompts, so that a restart of the router does not lose "
+        "them. Default: none.",
         unit="FILE",
     )
     min_prefill_tokens: int = option(

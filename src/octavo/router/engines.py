@@ -126,7 +126,7 @@ class EnginePool:
         return number
 
     def _free_number(self) -> int:
-        used = {engine.number for engine in (*self.engines.values(), *self._saved.values())}
+        used = {engine.number for engine in self.engines.values()} | {saved.number for saved in self._saved.values()}
         return next(number for number in itertools.count() if number not in used)
 
     def is_saved(self, engine: EngineHandle) -> bool:
