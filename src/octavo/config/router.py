@@ -47,8 +47,8 @@ class RouterConfig(AccessConfig):
     )
     engines_ray: str | None = option(
         None,
-        "Use the engines of `octavo serve --launcher ray` on this Ray cluster: the address of its head node, or auto for "
-        "the cluster of this machine. Default: none.",
+        "Use the engines of `octavo serve --launcher ray` on this Ray cluster: the address of its head node, or auto "
+        "for the cluster of this machine. Default: none.",
         unit="HOST:PORT",
     )
     engine_api_key: str | None = option(
