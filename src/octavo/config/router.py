@@ -77,8 +77,7 @@ class RouterConfig(AccessConfig):
     )
     state_file: Path | None = option(
         None,
-        "File in which cache_aware keeps the hashes of known prompts, so that a restart of the router does not lose "
-        "them. Default: none.",
+        "File that keeps the prefixes of cache_aware, as hashes, over a restart of the router. Default: none.",
         unit="FILE",
     )
     min_prefill_tokens: int = option(
