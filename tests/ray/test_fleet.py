@@ -190,6 +190,15 @@ def test_missing_room_at_the_start_is_a_failure():
     assert drill.fleet.failure == why
 
 
+def test_missing_room_after_a_restart_of_the_driver_is_no_failure(caplog):
+    drill = Drill(2, timeout_s=10.0)
+    drill.fleet.is_placed = True
+    drill.cluster.engines[0].get_ready()
+    drill.step(10.0)
+    assert drill.fleet.failure is None
+    assert "no node has room for e1" in caplog.text
+
+
 def test_missing_room_later_is_logged_once_per_timeout(ready, caplog):
     ready.cluster.engines[0].end = "node lost"
     ready.step()

@@ -69,6 +69,8 @@ def test_messages_reach_child_and_reports_its_parent(tmp_path):
     ("program", "expected"),
     [
         ("""print('{"failure":"there is no room"}')""", "there is no room"),
+        # one engine was ready, and another one found no room
+        ("""print('{"was_ready":true}')\nprint('{"failure":"there is no room"}')""", "there is no room"),
         ("raise SystemExit(3)", "the process that uses Ray has exited with status 3"),
     ],
 )
@@ -147,6 +149,17 @@ def test_orders_for_replicas(tmp_path):
     words = ("n", "--seed", "1")
     assert orders(tmp_path) == [Order(reload=True), Order(silent="http://a"), Order(words=words)]
     assert made._first.words == words  # of a restarted child
+
+
+def test_restarted_driver_may_lack_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "_FIRST_PAUSE_S", 0.05)
+    path = tmp_path / "settings"
+    program = f"import sys\nopen(sys.argv[1], 'a').write(input() + '\\n')\nprint('{WELL}', flush=True)"
+    with playing(program, str(path), made=RayReplicas(SETTINGS, list)):
+        wait_until(lambda: path.exists() and path.read_text().count("\n") >= 2, "it has restarted")
+    settings = [msgspec.json.decode(line, type=Settings) for line in path.read_text().splitlines()]
+    assert [each.is_again for each in settings[:2]] == [False, True]
+    assert settings[0] == SETTINGS
 
 
 def test_invalid_configuration_replaces_nothing(tmp_path, caplog):

@@ -30,6 +30,8 @@ from simulation.world import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from octavo.data.model_output import ModelOutput
     from octavo.data.scheduler_output import BlockCopies, NewRequestData, SchedulerOutput
     from octavo.kernels.interface import AttentionBatch, SamplingRows
@@ -99,7 +101,7 @@ class RankedWorker(HashWorker):
             num_kept_rows=(1 + config.max_drafts) * config.has_states,
         )
         self._rank = _Rank(batch)
-        self._drafter = _Drafter(batch)
+        self._drafter = _Drafter(batch, num_blocks)
         self._num_drafts = _MOST_DRAFTS if config.postpone_rate == 0 and not config.has_states else 0
         count = config.max_num_seqs * _NUM_SCRATCH_BLOCKS
         scratch = [size + np.arange(count, dtype=np.int32).reshape(-1, _NUM_SCRATCH_BLOCKS) for size in num_blocks]
@@ -362,9 +364,10 @@ class _Drafter:
     token_ids: torch.Tensor
     attention: AttentionBatch
 
-    def __init__(self, batch: _WatchedBatch) -> None:
-        self.model = self
+    def __init__(self, batch: _WatchedBatch, num_blocks: Sequence[int]) -> None:
+        self.model = self.kv_cache = self
         self.batch = batch
+        self.groups_of_tokens, self.states = num_blocks, None
 
     def __call__(self, token_ids: torch.Tensor, attention: AttentionBatch) -> torch.Tensor:
         self.token_ids, self.attention = token_ids, attention

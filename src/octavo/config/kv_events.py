@@ -18,13 +18,13 @@ _MAX_PORT = 65535
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVEventsConfig:
-    """Whether and where the engine publishes changes of its prefix cache. Fields and defaults are vLLM's.
+    """How the engine publishes changes of its prefix cache. Fields and defaults are vLLM's.
 
     publisher: "zmq", "null", or None for "zmq" if enable_kv_cache_events is True.
     endpoint: tcp://HOST:PORT or ipc://PATH. The engine binds an endpoint with *, ::, or ipc, and connects to any other.
     replay_endpoint: The engine answers requests for earlier batches here. None disables them.
     buffer_steps: Number of batches that can be replayed.
-    hwm: Number of batches that a slow subscriber can lag behind before it loses batches.
+    hwm: Number of batches that are kept for a slow subscriber before it loses batches.
     max_queue_size: Number of batches that wait for the publishing thread. Further batches are dropped.
     topic: First frame of each message. Subscribers filter by it.
     data_parallel_rank: Number of the replica, which each batch contains.

@@ -26,7 +26,7 @@ class ReplicasConfig:
     )
     launcher: str = option(
         "local",
-        "Where replicas run. local: on this machine. ray: on the nodes of a Ray cluster (octavo[ray]).",
+        "Machines of replicas. local: on this machine. ray: on the nodes of a Ray cluster (octavo[ray]).",
         choices=LAUNCHERS,
     )
     ray_address: str | None = option(

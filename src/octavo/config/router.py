@@ -43,11 +43,11 @@ class RouterConfig(AccessConfig):
         unit="FILE",
     )
     engines_dns: str | None = option(
-        None, "Name whose addresses are all engines. It is resolved repeatedly. Default: none.", unit="NAME:PORT"
+        None, "A DNS name. All its addresses are engines. It is resolved repeatedly. Default: none.", unit="NAME:PORT"
     )
     engines_ray: str | None = option(
         None,
-        "Ray cluster whose engines of `octavo serve --launcher ray` are used: the address of its head node, or auto "
+        "Use the engines of `octavo serve --launcher ray` on this Ray cluster: the address of its head node, or auto "
         "for the cluster of this machine. Default: none.",
         unit="HOST:PORT",
     )

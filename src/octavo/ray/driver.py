@@ -78,6 +78,7 @@ def main() -> None:
         return
     cluster = RayCluster(settings)
     fleet = Fleet(cluster, settings.words, settings.num_replicas, settings.timeout_s, time.monotonic())
+    fleet.is_placed = settings.is_again
     try:
         Driver(settings, fleet, channel).run()
     finally:

@@ -30,6 +30,7 @@ class Settings(msgspec.Struct, frozen=True):
     uses_gpu: None means True if the cluster has GPUs.
     timeout_s: Limit on connecting, and on finding room for the first engines.
     stop_s: Time in which a stopped engine's requests end.
+    is_again: True if an earlier driver had found room for all engines. Then missing room is no failure.
     """
 
     address: str | None
@@ -47,6 +48,7 @@ class Settings(msgspec.Struct, frozen=True):
     stop_s: float
     log_level: str
     log_format: str
+    is_again: bool = False
 
 
 class Order(msgspec.Struct, frozen=True, omit_defaults=True):

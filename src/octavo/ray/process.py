@@ -34,7 +34,9 @@ def check_ray_installed(option: str) -> None:
 
 
 class RayProcess(Launcher):
-    """Runs a child process, which ends with this process. If it ends after it was well, it starts again.
+    """Runs a child process, which ends with this process.
+
+    If it ends after all engines had their place and one was ready, it starts again.
 
     module: Of the child process. first: Its first message. start_s: Limit on its start, to which the time for
     connecting is added. stop_s: Time that its end may take, to which some seconds are added.
@@ -101,7 +103,7 @@ class RayProcess(Launcher):
             failure = self._run_once()
             if self._is_stopping.is_set():
                 return
-            if not self._was_ready:
+            if not (self._is_placed and self._was_ready):
                 self._fail(failure)
                 return
             if time.monotonic() - begun_at > _CONNECT_S:

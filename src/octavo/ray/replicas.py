@@ -56,5 +56,11 @@ class RayReplicas(RayProcess):
             signal.signal(signal.SIGUSR1, self._on_signal)
         return super().__enter__()
 
+    def _run_once(self) -> str:
+        failure = super()._run_once()
+        if self._is_placed:
+            self._first = self._settings = msgspec.structs.replace(self._settings, is_again=True)
+        return failure
+
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         threading.Thread(target=self.replace, name="octavo-replace", daemon=True).start()

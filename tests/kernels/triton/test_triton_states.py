@@ -58,7 +58,11 @@ __all__ = [
 ]
 
 # The interpreter uses numpy, which warns of intended values: infinities and NaN.
-pytestmark = [pytest.mark.sweep(24), pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")]
+pytestmark = [
+    pytest.mark.turn(2),
+    pytest.mark.sweep(24),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+]
 CASES = {
     "conv of 4": conv_case(300, 4, has_bias=False, has_silu=True),
     "conv of 2": conv_case(40, 2, has_bias=True, has_silu=True),
