@@ -346,7 +346,7 @@ def test_removed_engine_is_freed_and_its_number_used_again():
     handles = [each for each in gc.get_objects() if isinstance(each, EngineHandle) and "comes" in each.url]
     assert sorted(engine.url for engine in handles) == ["http://comes-19", "http://comes-20"]
     assert sorted(engine.number for engine in pool.engines.values()) == [0, 1]
-    assert all(len(node.times) == 2 for _, node in policy.tree.nodes())
+    assert all(len(node.times) == 2 for node in policy.tree._nodes.values())
 
 
 def test_engine_with_number_of_removed_one_has_none_of_its_prefixes():

@@ -140,8 +140,8 @@ def test_restored_tree_is_bounded_and_keeps_latest_prompts(path):
     num_pieces = len(prompt("a").pieces[0])
     policy = CacheAware(4096, 1.5, max_entries=num_pieces)
     asyncio.run(StateFile(path, EnginePool(policy), policy.tree).read())
-    assert [digest for digest, _ in policy.tree.nodes()] == [*reversed(prompt("c").pieces[0])]
-    assert len(router.policy.tree.nodes()) == 3 * num_pieces
+    assert policy.tree.hashes == [*reversed(prompt("c").pieces[0])]
+    assert len(router.policy.tree.hashes) == 3 * num_pieces
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_prompts_that_are_sent_during_a_save_keep_the_order_of_times(path, monke
         serve(router, summaries[index % 3], index % 2)
     asyncio.run(save_and_send())
     again = identified(Router(URLS, path)).policy.tree
-    nodes = dict(again.nodes())
+    nodes = again._nodes
     assert nodes
     for summary in summaries:
         for number in (0, 1):

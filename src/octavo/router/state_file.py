@@ -108,7 +108,7 @@ class StateFile:
             lines, num_pieces = await self._lines(engines)
             saved = [_Engine(each.url, each.incarnation or (), self._tree.lost_until(each)) for each in engines]
             header = _Header(_NAME, _VERSION, self._tree.now, num_pieces, saved)
-            await asyncio.to_thread(self._replace, b"\n".join([msgspec.json.encode(header), *lines]))
+            await asyncio.to_thread(self._replace, [msgspec.json.encode(header), *lines])
             self._trouble = ""
         except OSError as error:
             trouble = error.strerror or str(error)
@@ -119,24 +119,25 @@ class StateFile:
     async def _lines(self, engines: list[EngineHandle]) -> tuple[list[bytes], int]:
         # Other tasks run between two batches. A piece comes after the pieces that continue it, so its times are later.
         index_of = {engine.number: index for index, engine in enumerate(engines)}
-        lines, num_pieces, nodes = [], 0, self._tree.nodes()
-        for start in range(0, len(nodes), _BATCH):
+        lines, num_pieces, hashes = [], 0, self._tree.hashes
+        for start in range(0, len(hashes), _BATCH):
             pieces = [
                 (digest, node.has_more, times)
-                for digest, node in nodes[start : start + _BATCH]
-                if (times := {index_of[number]: time for number, time in node.times.items() if number in index_of})
+                for digest in hashes[start : start + _BATCH]
+                if (node := self._tree.node(digest)) is not None
+                and (times := {index_of[number]: time for number, time in node.times.items() if number in index_of})
             ]
             num_pieces += len(pieces)
             lines.append(msgspec.json.encode(pieces))
             await asyncio.sleep(0)
         return lines, num_pieces
 
-    def _replace(self, content: bytes) -> None:
+    def _replace(self, lines: list[bytes]) -> None:
         number, name = tempfile.mkstemp(prefix=f".{self._path.name}.", dir=self._path.parent)
         unfinished = Path(name)
         try:
             with os.fdopen(number, "wb") as file:
-                file.write(content)
+                file.write(b"\n".join(lines))
             unfinished.replace(self._path)
         except BaseException:
             with contextlib.suppress(OSError):

@@ -135,9 +135,14 @@ class PrefixTree:
         """Forget an engine's cache."""
         self.lost(engine, self.now)
 
-    def nodes(self) -> list[tuple[bytes, Node]]:
-        """Return all nodes with their hashes, the least recently used first."""
-        return list(self._nodes.items())
+    @property
+    def hashes(self) -> list[bytes]:
+        """The nodes' hashes, the least recently used first."""
+        return list(self._nodes)
+
+    def node(self, digest: bytes) -> Node | None:
+        """Return the node of a hash, or None if it was dropped."""
+        return self._nodes.get(digest)
 
     def lost_until(self, engine: EngineHandle) -> int:
         """Return the latest `time` of `lost`."""
