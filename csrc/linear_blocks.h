@@ -281,6 +281,13 @@ struct FewRowsFunctions {
 
 // --- more rows ----------------------------------------------------------------------------------------------------------
 
+// Rows of a tile, and accumulators: with VNNI, the sums of half of the rows are added up while the other half is multiplied.
+#if defined(OCTAVO_ISA_VNNI)
+constexpr int kPieceRows = 8, kMostPieceSums = 16;
+#else
+constexpr int kPieceRows = kNibbleRows, kMostPieceSums = kMostNibbleSums;
+#endif
+
 constexpr int64_t kPieceGroups = kSuperGroups;  // groups of a panel that are unpacked at a time, which stay in L1
 constexpr int64_t kPieceScales = 2 * kPieceGroups;  // of a column, at most
 
@@ -353,26 +360,135 @@ OCTAVO_INLINE void add_word(const uint8_t* w, const uint8_t* x, IVec (&sums)[M][
   }
 }
 
+// The groups, or halves of groups, of a piece and a tile that share a scale, and the place in them of a kernel.
+template <BlockForm kForm, int M>
+struct PlaceInPiece {
+  static constexpr int64_t kParts = kForm == BlockForm::kHalves ? 2 : 1;
+  static constexpr int kWords = kGroupWords / kParts;
+
+  const UnpackedPiece* piece;
+  const uint8_t *w, *x;
+  const float* row_scales;
+  const int32_t* row_sums;
+  int64_t part = 0;
+
+  PlaceInPiece(const UnpackedPiece& piece, const BlockTile& tile, int64_t first, int vec)
+      : piece(&piece),
+        w(piece.values[0] + vec * 4 * kLanes),
+        x(tile.bytes + first * kBlockGroup * M),
+        row_scales(tile.scales + first * M),
+        row_sums(tile.sums + first * kParts * M) {}
+
+  OCTAVO_INLINE void next() {
+    ++part;
+    w += kWords * kNibbleBytes;
+    x += kWords * M * 4;
+    row_sums += M;
+    if (kForm != BlockForm::kHalves || part % 2 == 0) row_scales += M;
+  }
+  OCTAVO_INLINE IVec first_sum(int m) const {
+    return kForm == BlockForm::kMinima ? splat_int(0) : splat_int(static_cast<uint32_t>(row_sums[m]));
+  }
+  // For vector v of the columns.
+  OCTAVO_INLINE Vec scale(int v) const { return load(piece->scales[part] + v * kLanes); }
+  OCTAVO_INLINE Vec minimum(int v) const {
+    return kForm == BlockForm::kMinima ? load(piece->minima[part] + v * kLanes) : splat(0.0f);
+  }
+  // Adds the term of row m.
+  OCTAVO_INLINE void add(IVec sums, Vec scale, Vec minimum, int m, int v, float* totals) const {
+    float* total = totals + m * kPanelColumns + v * kLanes;
+    Vec value = to_float(sums) * scale;
+    if (kForm == BlockForm::kMinima) value = value + to_float(splat_int(static_cast<uint32_t>(row_sums[m]))) * minimum;
+    store(total, load(total) + value * splat(row_scales[m]));
+  }
+};
+
+#if defined(OCTAVO_ISA_VNNI)
+// The sums of rows kRow .. kRow + H of a tile of M rows, for V vectors of columns.
+template <BlockForm kForm, int M, int V, int kRow, int H>
+struct SumsOfRows {
+  using At = PlaceInPiece<kForm, M>;
+
+  IVec sums[H][V];
+
+  // Computes the sums, and calls between(word) after each word of four k.
+  template <class Between>
+  OCTAVO_INLINE void compute(const At& at, const Between& between) {
+    OCTAVO_UNROLL
+    for (int m = 0; m < H; ++m) {
+      OCTAVO_UNROLL
+      for (int v = 0; v < V; ++v) sums[m][v] = at.first_sum(kRow + m);
+    }
+    OCTAVO_UNROLL
+    for (int word = 0; word < At::kWords; ++word) {
+      add_word(at.w + word * kNibbleBytes, at.x + (word * M + kRow) * 4, sums, add_block_products<kForm == BlockForm::kSigned>);
+      between(word);
+    }
+  }
+
+  // Adds the terms of some rows to the totals; for all words together, those of all rows.
+  OCTAVO_INLINE void add_terms(const At& at, int word, int vec, float* totals) const {
+    OCTAVO_UNROLL
+    for (int m = 0; m < H; ++m) {
+      if (m * At::kWords / H != word) continue;
+      OCTAVO_UNROLL
+      for (int v = 0; v < V; ++v) {
+        at.add(sums[m][v], at.scale(vec + v), at.minimum(vec + v), kRow + m, vec + v, totals);
+      }
+    }
+  }
+};
+
+// Multiplies V vectors of columns, from vector `vec` on, of the `groups` groups of a piece by the M rows of a tile, from its group
+// `first` on, and adds to the totals [M][32]. While the sums of half of the rows are computed, the terms of the other half are
+// added to the totals.
+template <BlockForm kForm, int kInHalves, int M, int V>
+OCTAVO_INLINE void sum_blocks(const UnpackedPiece& piece, const BlockTile& tile, int64_t first, int64_t groups, int vec,
+                              Prefetched prefetched, float* totals) {
+  static_assert(kInHalves == 0);
+  constexpr int kHalf = (M + 1) / 2;
+  PlaceInPiece<kForm, M> at(piece, tile, first, vec), before = at;
+  SumsOfRows<kForm, M, V, 0, kHalf> one;
+  SumsOfRows<kForm, M, V, kHalf, (M > 1 ? M - kHalf : 1)> other;
+  const auto compute_other = [&]() __attribute__((always_inline)) {
+    const auto add_one = [&](int word) __attribute__((always_inline)) { one.add_terms(at, word, vec, totals); };
+    if constexpr (M > 1) {
+      other.compute(at, add_one);
+    } else {
+      add_one(0);
+    }
+    prefetched.ask();
+    before = at;
+    at.next();
+  };
+  one.compute(at, [](int) {});
+  compute_other();
+  for (int64_t part = 1; part < groups * at.kParts; ++part) {
+    one.compute(at, [&](int word) __attribute__((always_inline)) {
+      if constexpr (M > 1) other.add_terms(before, word, vec, totals);
+    });
+    compute_other();
+  }
+  if constexpr (M > 1) {
+    OCTAVO_UNROLL
+    for (int word = 0; word < at.kWords; ++word) other.add_terms(before, word, vec, totals);
+  }
+}
+#else
 // Multiplies V vectors of columns, from vector `vec` on, of the `groups` groups of a piece by the M rows of a tile, from its group
 // `first` on, and adds to the totals [M][32]. kInHalves: words_in_halves.
 template <BlockForm kForm, int kInHalves, int M, int V>
 OCTAVO_INLINE void sum_blocks(const UnpackedPiece& piece, const BlockTile& tile, int64_t first, int64_t groups, int vec,
                               Prefetched prefetched, float* totals) {
-  constexpr int64_t kParts = kForm == BlockForm::kHalves ? 2 : 1, kWords = kGroupWords / kParts;
-  const uint8_t *x = tile.bytes + first * kBlockGroup * M, *w = piece.values[0] + vec * 4 * kLanes;
-  const float* row_scales = tile.scales + first * M;
-  const int32_t* row_sums = tile.sums + first * kParts * M;
-  for (int64_t part = 0; part < groups * kParts; ++part) {
+  for (PlaceInPiece<kForm, M> at(piece, tile, first, vec); at.part < groups * at.kParts; at.next()) {
     prefetched.ask();
     IVec sums[M][V];
     OCTAVO_UNROLL
     for (int m = 0; m < M; ++m) {
       OCTAVO_UNROLL
-      for (int v = 0; v < V; ++v) {
-        sums[m][v] = kForm == BlockForm::kMinima ? splat_int(0) : splat_int(static_cast<uint32_t>(row_sums[m]));
-      }
+      for (int v = 0; v < V; ++v) sums[m][v] = at.first_sum(m);
     }
-    const uint8_t* end = w + kWords * kNibbleBytes;
+    const uint8_t *w = at.w, *x = at.x, *const end = w + at.kWords * kNibbleBytes;
     do {
       if constexpr (kInHalves != 0) {
         IVec halves[M][V] = {};
@@ -394,38 +510,29 @@ OCTAVO_INLINE void sum_blocks(const UnpackedPiece& piece, const BlockTile& tile,
     asm volatile("" : : "r"(totals) : "memory");  // else GCC keeps the totals in registers, and spills the sums in the loop
     OCTAVO_UNROLL
     for (int v = 0; v < V; ++v) {
-      const Vec scale = load(piece.scales[part] + (vec + v) * kLanes);
-      const Vec minimum = kForm == BlockForm::kMinima ? load(piece.minima[part] + (vec + v) * kLanes) : splat(0.0f);
+      const Vec scale = at.scale(vec + v), minimum = at.minimum(vec + v);
       OCTAVO_UNROLL
-      for (int m = 0; m < M; ++m) {
-        Vec value = to_float(sums[m][v]) * scale;
-        if (kForm == BlockForm::kMinima) {
-          value = value + to_float(splat_int(static_cast<uint32_t>(row_sums[m]))) * minimum;
-        }
-        float* total = totals + m * kPanelColumns + (vec + v) * kLanes;
-        store(total, load(total) + value * splat(row_scales[m]));
-      }
+      for (int m = 0; m < M; ++m) at.add(sums[m][v], scale, minimum, m, vec + v, totals);
     }
-    row_sums += M;
-    if (kForm != BlockForm::kHalves || part % 2 == 1) row_scales += M;
   }
 }
+#endif
 
 template <BlockForm kForm, int kInHalves, int M>
 void multiply_piece(const UnpackedPiece& piece, const BlockTile& tile, int64_t first, int64_t groups, Prefetched prefetched,
                     float* totals) {
-  constexpr int V = vecs_at_once(M, kMostNibbleSums);
+  constexpr int V = vecs_at_once(M, kMostPieceSums);
   for (int vec = 0; vec < kPanelVecs; vec += V) {
     sum_blocks<kForm, kInHalves, M, V>(piece, tile, first, groups, vec, prefetched, totals);
     prefetched.bytes = 0;
   }
 }
 
-// multiply_piece of a form for 1 .. kNibbleRows rows.
+// multiply_piece of a form for 1 .. kPieceRows rows.
 template <BlockForm kForm, int kInHalves>
 struct BlockFunctions {
-  decltype(&multiply_piece<kForm, kInHalves, 1>) of_rows[kNibbleRows + 1];
-  constexpr BlockFunctions() : BlockFunctions(std::make_integer_sequence<int, kNibbleRows>()) {}
+  decltype(&multiply_piece<kForm, kInHalves, 1>) of_rows[kPieceRows + 1];
+  constexpr BlockFunctions() : BlockFunctions(std::make_integer_sequence<int, kPieceRows>()) {}
   template <int... I>
   constexpr explicit BlockFunctions(std::integer_sequence<int, I...>) : of_rows{nullptr, multiply_piece<kForm, kInHalves, I + 1>...} {}
 };
@@ -471,9 +578,9 @@ inline void linear_of_blocks(ThreadPool& pool, const LinearArgs& args) {
   if (args.rows == 0) return;
   const BlockPanels weight(args.weight, args.weight_dtype, args.k);
   const int64_t numbers = weight.groups * (1 + weight.format.scales_of_group());  // scales and sums of a row
-  const int64_t most_rows = larger(int64_t{1}, kBlockBytes / larger(args.k, int64_t{1}) / kNibbleRows) * kNibbleRows;
+  const int64_t most_rows = larger(int64_t{1}, kBlockBytes / larger(args.k, int64_t{1}) / kPieceRows) * kPieceRows;
   const bool are_few = args.rows <= smaller(most_rows, int64_t{kRowsInPlace});
-  const int64_t tallest = are_few ? args.rows : kNibbleRows, block_rows = rows_of_a_block(args.rows, most_rows, kNibbleRows);
+  const int64_t tallest = are_few ? args.rows : kPieceRows, block_rows = rows_of_a_block(args.rows, most_rows, kPieceRows);
   auto* bytes = static_cast<uint8_t*>(pool.shared(static_cast<size_t>(block_rows * (args.k + numbers * 4))));
   auto* scales = reinterpret_cast<float*>(bytes + block_rows * args.k);
   auto* sums = reinterpret_cast<int32_t*>(scales + block_rows * weight.groups);
