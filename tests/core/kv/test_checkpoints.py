@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from octavo.core.kv.manager import KVCacheManager
-from octavo.core.kv.prefix_cache import NO_COMPUTED_BLOCKS
+from octavo.core.kv.prefix_cache import NO_COMPUTED_BLOCKS, ComputedBlocks, FullBlocks
 from octavo.data.events import CheckpointEvicted, CheckpointSaved
 from octavo.data.kv_groups import KVGroupSpec, RecurrentStates, SlidingWindow
 from octavo.data.request import Request
@@ -299,3 +301,19 @@ def test_hit_satisfies_windows_and_checkpoints():
     assert made.manager.get_computed_blocks(made.request("d", 25)).num_tokens == 8
     made.group.block_forgotten(blocks[1])
     assert made.manager.get_computed_blocks(made.request("e", 25)).num_tokens == 0
+
+
+@pytest.mark.parametrize(("num_usable", "host_blocks"), [(2, []), (3, []), (5, [3, 4])])
+def test_hit_takes_blocks_of_host_memory_up_to_its_checkpoint(made, num_usable, host_blocks):
+    on_device, in_host = ([SimpleNamespace(block_id=i, name=(i, 0)) for i in ids] for ids in (range(3), range(3, 6)))
+    full = FullBlocks(on_device, in_host, num_usable, 6, None)
+    hit = made.manager.prefix_cache.computed_blocks(made.request("a", 25), full)
+    assert (len(hit.blocks), hit.host_blocks) == (min(num_usable, 3), host_blocks)
+    assert (hit.num_tokens, hit.state_name) == (4 * num_usable, (num_usable - 1, 0))
+
+
+def test_last_token_of_prompt_is_never_counted_as_cached_and_unusable():
+    made = Made(groups=[KVGroupSpec(SlidingWindow(5), 20)])
+    shared = ComputedBlocks([], 0, num_shared=3)
+    assert made.manager.prefix_cache.num_unusable_tokens(made.request("a", 12), shared) == 11
+    assert made.manager.prefix_cache.num_unusable_tokens(made.request("b", 25), shared) == 12
