@@ -110,6 +110,21 @@ def test_child_that_was_well_restarts_and_addresses_stay(tmp_path, monkeypatch, 
     assert "has exited with status 7; the next attempt is in 0.1 s" in caplog.text
 
 
+def test_child_that_ends_before_it_has_read_a_message_restarts(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(process, "_FIRST_PAUSE_S", 0.05)
+    path = tmp_path / "sent"
+    program = (
+        f"import os, sys, time\nos.close(0)\nprint('{WELL}', flush=True)\n"
+        "while not os.path.exists(sys.argv[1]): time.sleep(0.01)\nsys.exit(7)"
+    )
+    with playing(program, str(path)) as made:
+        wait_until(lambda: urls(made) == ["http://a"], "the report has arrived")
+        made.send(Order(reload=True))
+        path.touch()
+        wait_until(lambda: "status 7; the next attempt is in 0.1 s" in caplog.text, "it has restarted")
+        assert not made.has_failed
+
+
 def test_failure_of_a_restart_keeps_the_addresses(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(process, "_FIRST_PAUSE_S", 0.05)
     path = tmp_path / "starts"

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _LOOK_S = 0.25
 _SILENT_S = 20.0  # without a beat of the driver
 _EXIT_S = 5.0
+_ANSWER_S = 5.0
 _NUM_LINES = 5  # of an engine's log, in the reason of its end
 
 
@@ -80,7 +81,7 @@ class EngineHost:
     def ready(self) -> bool:
         """Wait until the engine is ready, or has ended. Return True if it is ready."""
         while self._process is not None and self._process.poll() is None:
-            if fetch(f"{self._url}/ready", None, _EXIT_S) is not None:
+            if fetch(f"{self._url}/ready", None, _ANSWER_S) is not None:
                 return True
             time.sleep(_LOOK_S)
         return False

@@ -80,8 +80,8 @@ class RayProcess(Launcher):
         """Stop."""
         self._is_stopping.set()
         child = self._child
-        if child is not None and child.stdin is not None:
-            child.stdin.close()
+        if child is not None:
+            _close_input(child)
         self._thread.join(self._stop_s if self._is_placed else _FIRST_PAUSE_S)
         if self._thread.is_alive() and child is not None:
             logger.warning("the process that uses Ray does not exit: killing it")
@@ -132,7 +132,7 @@ class RayProcess(Launcher):
             assert child.stdout is not None
             self._child = child
             if self._is_stopping.is_set():
-                child.stdin.close()
+                _close_input(child)
             self.send(self._first)
             failure = None
             for line in child.stdout:
@@ -144,4 +144,12 @@ class RayProcess(Launcher):
                     self._was_ready = self._was_ready or report.was_ready
                     self._changed.notify_all()
             status = child.wait()
+            _close_input(child)
         return failure or f"the process that uses Ray has exited with status {status}"
+
+
+def _close_input(child: subprocess.Popen[bytes]) -> None:
+    """End the input. A message that the child has not read is lost."""
+    assert child.stdin is not None
+    with contextlib.suppress(OSError):  # the child has closed its end
+        child.stdin.close()
