@@ -244,7 +244,7 @@ def test_rank_that_ends_during_the_load_of_a_state_ends_the_engine(checkpoints, 
             write_state(buffer, *arguments)
 
         patched.setattr(HostBuffer, "write_state", end_rank)
-        with pytest.raises(EngineDeadError, match="the process of rank 1 ended|rank 1 receives no steps"):
+        with pytest.raises(EngineDeadError, match=r"the process of rank 1 ended|rank 1 receives no steps"):
             answer(second)
         second.llm_engine.shutdown()
     assert len(ended) == 1
