@@ -8,14 +8,11 @@
 #if defined(OCTAVO_ISA)
 
 #include "linear_blocks.h"
-#include "linear_tiles.h"
+#include "tile_slices.h"
 
 namespace octavo::OCTAVO_ISA {
 
 #if defined(OCTAVO_ISA_AMX)
-
-constexpr int64_t kNibblePairs = 16;     // pairs of tiles of rows for which a panel is unpacked once
-constexpr int64_t kFewestNearPairs = 4;  // if fewer fit L2, unpacking a panel for them costs more than it saves
 
 // A packed int4 weight as bytes for tiles: lines of four k of sixteen columns; each line has the lower bytes of the columns, then
 // the upper bytes. So a panel has two slices, and the 32 sums of a row times a slice are 16 of lower and 16 of upper bytes.
@@ -25,8 +22,13 @@ class NibbleTiles {
 
   explicit NibbleTiles(const LinearArgs& args) : weight_(args) {}
 
-  int64_t panel_bytes() const { return weight_.panel_bytes; }
-  const char* panel(int64_t i) const { return reinterpret_cast<const char*>(weight_.panels + i * weight_.panel_bytes); }
+  // The memory of some steps of a panel.
+  Upcoming memory(int64_t panel, int64_t first_step, int64_t steps) const {
+    const int64_t group_bytes = weight_.head_bytes + weight_.group / kNibbleDepth * kNibbleBytes;
+    const int64_t first = first_step * kTileStep / weight_.group * group_bytes;
+    const int64_t end = smaller(divide_up((first_step + steps) * kTileStep, weight_.group) * group_bytes, weight_.panel_bytes);
+    return {reinterpret_cast<const char*>(weight_.panels + panel * weight_.panel_bytes + first), larger(int64_t{0}, end - first)};
+  }
 
   // Unpacks some steps of a panel: [kSlices][steps] of kStepBytes. Bytes after the last k are zero.
   void unpack(int64_t panel, int64_t first_step, int64_t steps, char* out) const {
@@ -95,59 +97,39 @@ class NibbleTiles {
   const NibbleWeight weight_;
 };
 
-// Multiplies a panel by a block of rows, piece by piece of k. next: the panel of the following task, which is prefetched, or null.
-// sums: [kSlices][rows of the block, in whole pairs of tiles][32].
-inline void multiply_nibble_panel(const LinearArgs& args, const NibbleTiles& product, const BlockOfTiles& rows, int64_t panel,
-                                  const char* next, char* unpacked, int32_t* sums) {
-  const int64_t steps = divide_up(args.k, kTileStep), pieces = divide_up(steps, kPieceSteps), piece = divide_up(steps, pieces);
-  const int64_t pairs = divide_up(rows.count, kTogether), slice_sums = pairs * kTogether * kPanelColumns;
-  const int64_t lines = divide_up(product.panel_bytes() / 64, steps * pairs);
-  Tiles tiles;
-  for (int64_t step = 0; step < steps; step += piece) {
-    const int64_t some = smaller(piece, steps - step);
-    product.unpack(panel, step, some, unpacked);
-    for (int64_t i = 0; i < pairs; ++i) {
-      const int64_t row = i * kTogether, height = smaller(kTogether, rows.count - row);
-      const int64_t upper = smaller(height, int64_t{kTileHeight});
-      const char* x = rows.tiles.data + i * rows.tiles.pair_bytes + step * rows.tiles.step_bytes;
-      const Ahead ahead(next, product.panel(panel), product.panel_bytes(), pieces, step / piece * pairs + i, pairs * pieces);
-      const auto multiply = height > kTileHeight ? multiply_steps<ByteTiles, 2, Asking> : multiply_steps<ByteTiles, 1, Asking>;
-      int32_t* out = sums + i * kTogether * kPanelColumns;
-      tiles.hold(heights_of_pair(upper, height - upper));
-      if (step == 0) prefetch_output(args, place_of(args, rows.first + row, panel * kPanelColumns), height, 1);
-      for (int slice = 0; slice < NibbleTiles::kSlices; ++slice) {
-        multiply(rows.tiles, x, unpacked + slice * some * kStepBytes, some, nullptr, step == 0,
-                 {ahead, slice == 0 ? lines : 0}, out + slice * slice_sums, kPanelColumns);
-      }
-      if (step + some == steps) product.write(args, out, slice_sums, rows.tiles.scales_from(row), rows.first + row, height, panel);
-    }
-  }
-}
+// The columns of an int4 weight: the panels for tiles are its slices, kSlices of a panel.
+class ColumnsOfNibbles {
+ public:
+  using Multiplied = ByteTiles;
+  static constexpr int64_t kPlanes = NibbleTiles::kSlices;
 
-inline void multiply_rows_of_nibble_tiles(ThreadPool& pool, const LinearArgs& args, const NibbleTiles& product) {
-  const int64_t steps = divide_up(args.k, kTileStep);
-  const RowsOfTiles all = pack_rows_as_tiles<ByteTiles>(pool, args, steps);
-  const int64_t near_pairs = kNearBytes / (steps * kTileStep * kTogether);
-  const bool are_cut = args.rows > kNibblePairs * kTogether && near_pairs >= kFewestNearPairs;
-  TasksOfTiles tasks(args.rows, steps * kTileStep, are_cut ? smaller(kNibblePairs, near_pairs) : kNibblePairs);
-  tasks.share(args.num_panels, 1);
-  const int64_t unpacked_bytes = smaller(steps, kPieceSteps) * kStepBytes * NibbleTiles::kSlices;
-  const int64_t sums_bytes = NibbleTiles::kSlices * tasks.block_rows() * kPanelColumns * 4;
-  pool.reserve_local(static_cast<size_t>(unpacked_bytes + sums_bytes));
-  parallel_ahead(pool, tasks.count(), [&](int64_t task, int64_t following, int thread) {
-    const int64_t row = tasks.first_row(task);
-    const BlockOfTiles rows{all.from(row), row, smaller(tasks.block_rows(), args.rows - row)};
-    const char* next = following < tasks.count() ? product.panel(args.first_panel + tasks.first_panel(following)) : nullptr;
-    char* unpacked = static_cast<char*>(pool.local(thread));
-    multiply_nibble_panel(args, product, rows, args.first_panel + tasks.first_panel(task), next, unpacked,
-                          reinterpret_cast<int32_t*>(unpacked + unpacked_bytes));
-  });
-}
+  ColumnsOfNibbles(const LinearArgs& args, const NibbleTiles& weight) : args_(args), weight_(weight) {}
+
+  static int64_t unpacked_bytes(int64_t steps) { return kPlanes * steps * kStepBytes; }
+  static int64_t together(const LinearArgs&) { return kPlanes; }
+
+  const char* slice(int64_t i, int64_t first_step, int64_t steps, char* unpacked) const {
+    if (i % kPlanes == 0) weight_.unpack(i / kPlanes, first_step, steps, unpacked);
+    return unpacked + i % kPlanes * steps * kStepBytes;
+  }
+  static const char* tail(int64_t, int64_t, int64_t, bool) { return nullptr; }
+  Upcoming upcoming(int64_t i, int64_t first_step, int64_t steps) const {
+    if (i % kPlanes != 0) return {nullptr, 0};
+    return weight_.memory(i / kPlanes, first_step, steps);
+  }
+  void write(const float* scales, int64_t row, int64_t rows, int64_t i, const int32_t* before, const int32_t* sums) const {
+    weight_.write(args_, before, sums - before, scales, row, rows, i / kPlanes);
+  }
+
+ private:
+  const LinearArgs& args_;
+  const NibbleTiles& weight_;
+};
 
 inline void linear_of_nibble_tiles(ThreadPool& pool, const LinearArgs& args) {
   const NibbleTiles product(args);
   for_each_pass(args, divide_up(args.k, kTileStep) * kTileStep, [&](const LinearArgs& some) {
-    multiply_rows_of_nibble_tiles(pool, some, product);
+    linear_of_slices<ColumnsOfNibbles>(pool, some, product);
   });
 }
 

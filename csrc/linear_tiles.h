@@ -42,12 +42,10 @@ constexpr int64_t kStepWords = kTileStep / 4;
 constexpr int64_t kLineBytes = 4 * kPanelColumns;          // a word of every column of a panel
 constexpr int64_t kStepBytes = kStepWords * kLineBytes;    // of a panel
 constexpr int64_t kTogether = 2 * kTileHeight;             // rows that are multiplied together, as a pair of tiles
-constexpr int64_t kBlockPairs = 8;                         // pairs of tiles that are multiplied by a panel while it is in L2
-constexpr int64_t kWholePairs = 3;                         // up to so many pairs a panel is not cut into pieces
-constexpr int64_t kPieceSteps = 7;                         // so many steps of two panels and of the rows fit L1
-constexpr int64_t kNearBytes = 1 << 20;                    // bytes of the rows of a block that stay in L2
-constexpr int64_t kNearPanels = 2, kFarPanels = 4;         // panels of a task: more if its rows are not in L2
-constexpr int64_t kPackedBytes = 16 << 20;                 // of rows that are packed at a time
+constexpr int64_t kPairStepBytes = 2 * kTileBytes;         // of a pair of tiles
+constexpr int64_t kFewPairs = 3;                           // up to so many pairs all k of a panel are multiplied at once,
+constexpr int64_t kFewShortPairs = 6, kShortSteps = 28;    // or up to so many if k has at most so many steps
+constexpr int64_t kFewRowsPanels = 4;                      // panels of a task with so few rows: several streams from memory
 constexpr int64_t kStreamAhead = 4096;                     // distance of prefetches from reads, in bytes
 constexpr int64_t kLongPanel = 256 << 10;                  // longer panels do not stay in L2, so each prefetches itself
 
@@ -61,12 +59,32 @@ struct RowsOfTiles {
   const float* scales = nullptr;  // of the rows; null if they have none
 
   const float* scales_from(int64_t row) const { return scales == nullptr ? nullptr : scales + row; }
+};
 
-  RowsOfTiles from(int64_t row) const {
-    RowsOfTiles rest = *this;
-    rest.data += row / kTogether * pair_bytes;
-    rest.scales = scales_from(row);
-    return rest;
+// Packed rows, in slices of k, of nearly equal length: [slices][pairs of tiles][steps of the slice][2 tiles][16 rows][64 bytes].
+// The memory of rows after the last one has any content.
+struct SlicedRows {
+  char* data;
+  float* scales;  // [rows]
+  int64_t pairs, steps, slices;
+
+  int64_t first_step(int64_t slice) const { return slice * steps / slices; }
+  int64_t steps_of(int64_t slice) const { return first_step(slice + 1) - first_step(slice); }
+  char* at(int64_t slice, int64_t pair) const {
+    return data + (first_step(slice) * pairs + pair * steps_of(slice)) * kPairStepBytes;
+  }
+  // The distances within a slice.
+  RowsOfTiles tiles(int64_t slice) const {
+    return {at(slice, 0), steps_of(slice) * kPairStepBytes, kTileBytes, kTileStep, kPairStepBytes, scales};
+  }
+  // Calls pack(step, out) for each step of a row; out: 64 bytes.
+  template <class F>
+  void for_each_step(int64_t row, const F& pack) const {
+    int64_t step = 0;
+    for (int64_t slice = 0; slice < slices; ++slice) {
+      char* out = at(slice, row / kTogether) + row / kTileHeight % 2 * kTileBytes + row % kTileHeight * kTileStep;
+      for (const int64_t end = first_step(slice + 1); step < end; ++step, out += kPairStepBytes) pack(step, out);
+    }
   }
 };
 
@@ -95,13 +113,17 @@ struct PairTiles {
     const int64_t row_bytes = 2 * args.x_stride;
     return {static_cast<const char*>(args.x), kTogether * row_bytes, kTileHeight * row_bytes, row_bytes, kTileStep};
   }
-  static void pack_row(const LinearArgs& args, int64_t row, int64_t steps, char* out, float*, void*) {
+  static void pack_row(const LinearArgs& args, int64_t row, const SlicedRows& rows, void*) {
     const bf16* x = static_cast<const bf16*>(args.x) + row * args.x_stride;
-    for (int64_t step = 0; step < steps; ++step, out += 2 * kTileBytes) {
-      const int64_t first = step * kDepth * kStepWords, count = smaller(kDepth * kStepWords, args.k - first);
-      std::memset(out, 0, kTileStep);
-      std::memcpy(out, x + first, static_cast<size_t>(count) * sizeof(bf16));
-    }
+    rows.for_each_step(row, [&](int64_t step, char* out) {
+      const int64_t first = step * kDepth * kStepWords, count = args.k - first;
+      if (count >= kDepth * kStepWords) {
+        store_int(out, load_int(x + first));
+      } else {
+        std::memset(out, 0, kTileStep);
+        std::memcpy(out, x + first, static_cast<size_t>(count) * sizeof(bf16));
+      }
+    });
   }
   void write(const LinearArgs& args, const float* sums, const float*, int64_t rows, int64_t panel, Place out) const {
     const int64_t column = panel * kPanelColumns, columns = smaller(int64_t{kPanelColumns}, args.n - column);
@@ -146,31 +168,32 @@ struct ByteTiles {
   static RowsOfTiles as_they_stand(const LinearArgs&) { return {}; }
   // made: memory for a row.
   template <class X>
-  static void pack_row_of(const LinearArgs& args, const X* row, int64_t steps, char* out, float* scale, float* made) {
+  static void pack_row_of(const LinearArgs& args, int64_t row, const SlicedRows& rows, float* made) {
+    const X* x = static_cast<const X*>(args.x) + row * args.x_stride;
     const bool is_rotated = args.weight_dtype == DType::kInt8;
-    if (!makes_rows(args, is_rotated)) return round_row(row, args.k, steps, out, scale);
-    make_row(args, is_rotated, row, made);
-    round_row(static_cast<const float*>(made), args.k, steps, out, scale);
+    if (!makes_rows(args, is_rotated)) return round_row(x, args.k, row, rows);
+    make_row(args, is_rotated, x, made);
+    round_row(static_cast<const float*>(made), args.k, row, rows);
   }
   template <class X>
-  static void round_row(const X* x, int64_t k, int64_t steps, char* out, float* scale) {
+  static void round_row(const X* x, int64_t k, int64_t row, const SlicedRows& rows) {
     const RowScale found = row_scale(x, k);
-    *scale = found.scale;
+    rows.scales[row] = found.scale;
     const Vec inverse = splat(found.inverse);
-    for (int64_t step = 0; step < steps; ++step, out += 2 * kTileBytes) {
+    rows.for_each_step(row, [&](int64_t step, char* out) {
       OCTAVO_UNROLL
       for (int64_t i = 0; i < kTileStep; i += kLanes) {
         const int64_t first = step * kTileStep + i;
         store_bytes(out + i, to_int(load_first(x + first, larger(int64_t{0}, k - first)) * inverse));
       }
-    }
+    });
   }
-  static void pack_row(const LinearArgs& args, int64_t row, int64_t steps, char* out, float* scale, void* room) {
+  static void pack_row(const LinearArgs& args, int64_t row, const SlicedRows& rows, void* room) {
     float* made = static_cast<float*>(room);
     if (args.x_dtype == DType::kFloat32) {
-      pack_row_of(args, static_cast<const float*>(args.x) + row * args.x_stride, steps, out, scale, made);
+      pack_row_of<float>(args, row, rows, made);
     } else {
-      pack_row_of(args, static_cast<const bf16*>(args.x) + row * args.x_stride, steps, out, scale, made);
+      pack_row_of<bf16>(args, row, rows, made);
     }
   }
   void write(const LinearArgs& args, const int32_t* sums, const float* scales, int64_t rows, int64_t panel, Place out) const {
@@ -333,12 +356,6 @@ void multiply_two_panels(const RowsOfTiles& rows, const char* w, const char* oth
   store_tile<3>(sums + kTogether * kPanelColumns + kTileHeight, kLineBytes);
 }
 
-struct BlockOfTiles {
-  RowsOfTiles tiles;
-  int64_t first;  // row of the output
-  int64_t count;
-};
-
 // The height of each tile: the sums of `upper` and of `lower` rows, these rows, and two tiles of columns.
 constexpr uint64_t heights_of_pair(int64_t upper, int64_t lower) {
   const auto high = static_cast<uint64_t>(upper), low = static_cast<uint64_t>(lower);
@@ -350,177 +367,109 @@ constexpr uint64_t heights_of_few(int64_t rows) {
   return static_cast<uint64_t>(rows) * 0x0000'0001'0101'0101u | uint64_t{kTileHeight} * 0x0101'0100'0000'0000u;
 }
 
-// Calls multiply(args) for a limited number of rows at a time. So packed rows, of `row_bytes` each, take little memory, but the
-// weight is still read for many rows together.
-template <class F>
-void for_each_pass(const LinearArgs& args, int64_t row_bytes, F&& multiply) {
-  constexpr int64_t kBlock = kBlockPairs * kTogether;
-  const int64_t most = row_bytes == 0 ? args.rows : larger(kBlock, kPackedBytes / row_bytes / kBlock * kBlock);
-  for (int64_t first = 0; first < args.rows; first += most) {
-    LinearArgs some = args;
-    some.x = static_cast<const char*>(args.x) + first * args.x_stride * (args.x_dtype == DType::kFloat32 ? 4 : 2);
-    some.out = place_of(args, first, 0).data;
-    some.rows = smaller(most, args.rows - first);
-    multiply(some);
-  }
-}
-
-// Writes the sums of up to 32 rows, from `row` of a block on, and of panel i: to the result, or through `gates`.
+// Writes the sums of up to 32 rows, from `row` on, and of panel i: to the result, or to the memory of gates.
 template <class Product>
-void write_tiles(const LinearArgs& args, const Product& product, const BlockOfTiles& block, int64_t row, int64_t i,
+void write_tiles(const LinearArgs& args, const Product& product, const float* scales, int64_t row, int64_t rows, int64_t i,
                  const typename Product::Sum* sums, Gates& gates) {
   const PanelOrder order(args);
-  const int64_t rows = smaller(kTogether, block.count - row);
-  const Place out = place_of(args, block.first + row, order.result(i) * kPanelColumns);
-  product.write(args, sums, block.tiles.scales_from(row), rows, order.panel(i), args.gated ? gates.place(i % 2) : out);
+  const Place out = place_of(args, row, order.result(i) * kPanelColumns);
+  product.write(args, sums, scales, rows, order.panel(i), args.gated ? gates.place(i % 2) : out);
   if (args.gated && i % 2 == 1) gates.begin(out, rows);
 }
 
-// Multiplies panels first .. first + count, in their order, by a block of rows. If the rows are many, a piece of every panel is
-// multiplied by all of them before the next piece, and stays in the first-level cache meanwhile. next: the first panel of the
-// following task, or -1. Its panels are prefetched unless they are long; the first rows of a long panel prefetch the panel itself.
-// sums: [count][rows of the block, in whole pairs of tiles][32].
+// The last step of a panel that ends in the middle of a tile, filled up with zeros.
+class TailOfPanel {
+ public:
+  // rest: words in the last step; 0 if it is whole.
+  explicit TailOfPanel(int64_t rest) : rest_(rest) {}
+
+  // last: the last step. Returns null if it is whole.
+  const char* of(const char* last) {
+    if (rest_ == 0) return nullptr;
+    std::memset(columns_, 0, sizeof(columns_));
+    std::memcpy(columns_, last, static_cast<size_t>(rest_ * kLineBytes));
+    return columns_;
+  }
+
+ private:
+  const int64_t rest_;
+  alignas(64) char columns_[kStepBytes];
+};
+
+// --- few rows: all k of a panel are multiplied at once --------------------------------------------------------------------
+
+// Multiplies panels first .. first + count, in their order, by all rows. next: the first panel of the following task, or -1. Its
+// panels are prefetched unless they are long; the first rows of a long panel prefetch the panel itself. sums: [2][32][32].
 template <class Product>
-void multiply_panels_of_tiles(const LinearArgs& args, const Product& product, const BlockOfTiles& rows, int64_t first,
-                              int64_t count, int64_t next, typename Product::Sum* sums) {
+void multiply_few_rows_of_tiles(const LinearArgs& args, const Product& product, const RowsOfTiles& rows, int64_t first,
+                                int64_t count, int64_t next, typename Product::Sum* sums) {
   const int64_t words = divide_up(args.k, Product::kDepth), steps = divide_up(words, kStepWords);
-  const int64_t pairs = divide_up(rows.count, kTogether), rest = words % kStepWords;
-  const int64_t pieces = pairs <= kWholePairs ? 1 : divide_up(steps, kPieceSteps), piece = divide_up(steps, pieces);
+  const int64_t pairs = divide_up(args.rows, kTogether), rest = words % kStepWords;
   const bool is_long = product.panel_bytes > kLongPanel;
   const int64_t share = divide_up(product.panel_bytes / 64, steps * pairs);
   const PanelOrder order(args);
   const auto panel_at = [&](int64_t i) { return product.panels + order.panel(i) * product.panel_bytes; };
+  TailOfPanel tail(rest);
   Gates gates(args.activation);
   Tiles tiles;
   int64_t done = 0;
-  if (rows.count <= kTileHeight && rest == 0) {
-    tiles.hold(heights_of_few(rows.count));
+  if (args.rows <= kTileHeight && rest == 0) {
+    tiles.hold(heights_of_few(args.rows));
     for (; done + 2 <= count; done += 2) {
-      multiply_two_panels<Product>(rows.tiles, panel_at(first + done), panel_at(first + done + 1), steps, gates, sums);
-      write_tiles(args, product, rows, 0, first + done, sums, gates);
-      write_tiles(args, product, rows, 0, first + done + 1, sums + kTogether * kPanelColumns, gates);
+      multiply_two_panels<Product>(rows, panel_at(first + done), panel_at(first + done + 1), steps, gates, sums);
+      write_tiles(args, product, rows.scales, 0, args.rows, first + done, sums, gates);
+      write_tiles(args, product, rows.scales, 0, args.rows, first + done + 1, sums + kTogether * kPanelColumns, gates);
     }
   }
-  for (int64_t step = 0; step < steps && done < count; step += piece) {
-    const int64_t some = smaller(piece, steps - step);
-    const bool is_first = step == 0, is_last = step + some == steps;
-    for (int64_t i = 0; i < pairs; ++i) {
-      const int64_t row = i * kTogether, height = smaller(kTogether, rows.count - row);
-      const int64_t upper = smaller(height, int64_t{kTileHeight});
-      const char* x = rows.tiles.data + i * rows.tiles.pair_bytes + step * rows.tiles.step_bytes;
-      tiles.hold(heights_of_pair(upper, height - upper));
-      for (int64_t p = done; p < count; ++p) {
-        const char *panel = panel_at(first + p), *w = panel + step * kStepBytes;
-        alignas(64) char tail[kStepBytes];
-        const bool has_tail = is_last && rest != 0;
-        if (has_tail) {
-          std::memset(tail, 0, sizeof(tail));
-          std::memcpy(tail, w + (some - 1) * kStepBytes, static_cast<size_t>(rest * kLineBytes));
-        }
-        const Place result = place_of(args, rows.first + row, order.result(first + p) * kPanelColumns);
-        if (is_first) prefetch_output(args, result, height, 1);
-        auto* out = sums + (p * pairs + i) * kTogether * kPanelColumns;
-        const Ahead ahead = is_long ? Ahead(w + kStreamAhead)
-                                    : Ahead(next < 0 ? nullptr : panel_at(next + p), panel, product.panel_bytes, pieces,
-                                            step / piece * pairs + i, pairs * pieces);
-        const int64_t lines = !is_long ? share : i == 0 ? kStepBytes / 64 : 0;
-        const auto multiply =
-            height > kTileHeight ? multiply_steps<Product, 2, AskingAndGating> : multiply_steps<Product, 1, AskingAndGating>;
-        const AskingAndGating beside{{ahead, lines}, gates};
-        multiply(rows.tiles, x, w, some, has_tail ? tail : nullptr, is_first, beside, out, kPanelColumns);
-        if (is_last) write_tiles(args, product, rows, row, first + p, out, gates);
-      }
+  for (int64_t i = 0; i < pairs; ++i) {
+    const int64_t row = i * kTogether, height = smaller(kTogether, args.rows - row);
+    const int64_t upper = smaller(height, int64_t{kTileHeight});
+    tiles.hold(heights_of_pair(upper, height - upper));
+    for (int64_t p = done; p < count; ++p) {
+      const char* panel = panel_at(first + p);
+      prefetch_output(args, place_of(args, row, order.result(first + p) * kPanelColumns), height, 1);
+      const Ahead ahead = is_long ? Ahead(panel + kStreamAhead)
+                                  : Ahead(next < 0 ? nullptr : panel_at(next + p), panel, product.panel_bytes, 1, i, pairs);
+      const int64_t lines = !is_long ? share : i == 0 ? kStepBytes / 64 : 0;
+      const auto multiply =
+          height > kTileHeight ? multiply_steps<Product, 2, AskingAndGating> : multiply_steps<Product, 1, AskingAndGating>;
+      const AskingAndGating beside{{ahead, lines}, gates};
+      multiply(rows, rows.data + i * rows.pair_bytes, panel, steps, tail.of(panel + (steps - 1) * kStepBytes), true, beside, sums,
+               kPanelColumns);
+      write_tiles(args, product, rows.scales_from(row), row, height, first + p, sums, gates);
     }
   }
   gates.finish();
 }
 
-// Copies all rows into pairs of tiles, which are followed by memory for the rows' scales.
+// Copies all rows into pairs of tiles.
 template <class Product>
-RowsOfTiles pack_rows_as_tiles(ThreadPool& pool, const LinearArgs& args, int64_t steps) {
-  const int64_t pairs = divide_up(args.rows, kTogether), pair_bytes = kTogether * steps * kTileStep;
-  char* packed = static_cast<char*>(pool.shared(static_cast<size_t>(pairs * pair_bytes + 4 * args.rows)));
-  float* scales = reinterpret_cast<float*>(packed + pairs * pair_bytes);
+SlicedRows pack_rows_as_tiles(ThreadPool& pool, const LinearArgs& args, int64_t steps, int64_t slices) {
+  const int64_t pairs = divide_up(args.rows, kTogether), size = pairs * steps * kPairStepBytes;
+  char* packed = static_cast<char*>(pool.shared(static_cast<size_t>(size + 4 * args.rows)));
+  const SlicedRows rows{packed, reinterpret_cast<float*>(packed + size), pairs, steps, slices};
   pool.reserve_local(static_cast<size_t>(whole_vectors(args.k)) * sizeof(float));
   parallel_ranges(pool, args.rows, 1, [&](int64_t begin, int64_t end, int thread) {
-    for (int64_t row = begin; row < end; ++row) {
-      char* out = packed + row / kTogether * pair_bytes + row / kTileHeight % 2 * kTileBytes + row % kTileHeight * kTileStep;
-      Product::pack_row(args, row, steps, out, scales + row, pool.local(thread));
-    }
+    for (int64_t row = begin; row < end; ++row) Product::pack_row(args, row, rows, pool.local(thread));
   });
-  return {packed, pair_bytes, kTileBytes, kTileStep, 2 * kTileBytes, scales};
+  return rows;
 }
 
-// Tasks are groups of panels times blocks of rows. As many blocks as fit the second-level cache are multiplied by all panels,
-// then the next blocks are. If not even one block fits, all blocks are multiplied by a group of panels before the next group.
-class TasksOfTiles {
- public:
-  TasksOfTiles(int64_t rows, int64_t row_bytes, int64_t most_pairs_of_block) {
-    const int64_t pairs = divide_up(rows, kTogether);
-    blocks_ = divide_up(pairs, most_pairs_of_block);
-    block_rows_ = divide_up(pairs, blocks_) * kTogether;
-    const int64_t near = kNearBytes / (block_rows_ * row_bytes);
-    is_near_ = near > 0;
-    near_blocks_ = is_near_ ? divide_up(blocks_, divide_up(blocks_, near)) : blocks_;
-  }
-
-  void share(int64_t panels, int64_t group) {
-    group_ = group;
-    groups_ = divide_up(panels, group);
-  }
-
-  bool is_near() const { return is_near_; }
-  int64_t block_rows() const { return block_rows_; }
-  int64_t count() const { return blocks_ * groups_; }
-
-  int64_t first_row(int64_t task) const {
-    const int64_t first = first_near(task);
-    return (first + (task - first * groups_) % near_from(first)) * block_rows_;
-  }
-  int64_t first_panel(int64_t task) const {
-    const int64_t first = first_near(task);
-    return (task - first * groups_) / near_from(first) * group_;
-  }
-
- private:
-  // The first of the blocks that are multiplied by all panels together and include the task's own; and their number.
-  int64_t first_near(int64_t task) const { return task / (near_blocks_ * groups_) * near_blocks_; }
-  int64_t near_from(int64_t first) const { return smaller(near_blocks_, blocks_ - first); }
-
-  int64_t blocks_, block_rows_, near_blocks_, group_ = 1, groups_ = 0;
-  bool is_near_;
-};
-
-// A group of panels is larger if the rows are few, for several streams from memory, or if they do not fit the second-level
-// cache: then they are read from memory once for all panels of the group.
+// Tasks are groups of panels.
 template <class Product>
-void multiply_rows_of_tiles(ThreadPool& pool, const LinearArgs& args, const Product& product) {
-  const int64_t steps = divide_up(divide_up(args.k, Product::kDepth), kStepWords), row_bytes = steps * kTileStep;
-  const int64_t panels = args.num_panels;
-  const RowsOfTiles all =
-      product.packs(args) ? pack_rows_as_tiles<Product>(pool, args, steps) : product.as_they_stand(args);
-  TasksOfTiles tasks(args.rows, row_bytes, kBlockPairs);
+void linear_of_few_tiles(ThreadPool& pool, const LinearArgs& args, const Product& product) {
+  const int64_t steps = divide_up(divide_up(args.k, Product::kDepth), kStepWords), panels = args.num_panels;
+  const RowsOfTiles rows = product.packs(args) ? pack_rows_as_tiles<Product>(pool, args, steps, 1).tiles(0)
+                                               : product.as_they_stand(args);
   const int64_t together = PanelOrder(args).together();
-  const int64_t most = (tasks.is_near() && args.rows > kTogether ? kNearPanels : kFarPanels) / together;
-  const int64_t group = together * panels_of_a_task(panels / together, pool.num_threads(), most);
-  tasks.share(panels, group);
-  pool.reserve_local(static_cast<size_t>(group * tasks.block_rows() * kPanelColumns) * sizeof(float));
-  parallel_ahead(pool, tasks.count(), [&](int64_t task, int64_t following, int thread) {
-    const int64_t panel = args.first_panel + tasks.first_panel(task), row = tasks.first_row(task);
-    const int64_t next = following < tasks.count() ? args.first_panel + tasks.first_panel(following) : -1;
-    const BlockOfTiles rows{all.from(row), row, smaller(tasks.block_rows(), args.rows - row)};
-    multiply_panels_of_tiles(args, product, rows, panel, smaller(group, args.end_panel() - panel), next,
-                             static_cast<typename Product::Sum*>(pool.local(thread)));
-  });
-}
-
-template <class Product>
-void linear_of_tiles(ThreadPool& pool, const LinearArgs& args) {
-  if (args.rows == 0) return;
-  const Product product(args);
-  const int64_t row_bytes = divide_up(args.k, Product::kDepth * kStepWords) * kTileStep;
-  for_each_pass(args, product.packs(args) ? row_bytes : 0, [&](const LinearArgs& some) {
-    multiply_rows_of_tiles(pool, some, product);
+  const int64_t group = together * panels_of_a_task(panels / together, pool.num_threads(), kFewRowsPanels / together);
+  const int64_t tasks = divide_up(panels, group);
+  pool.reserve_local(2 * kTogether * kPanelColumns * sizeof(float));
+  parallel_ahead(pool, tasks, [&](int64_t task, int64_t following, int thread) {
+    const int64_t panel = args.first_panel + task * group;
+    const int64_t next = following < tasks ? args.first_panel + following * group : -1;
+    multiply_few_rows_of_tiles(args, product, rows, panel, smaller(group, args.end_panel() - panel), next,
+                               static_cast<typename Product::Sum*>(pool.local(thread)));
   });
 }
 
