@@ -28,18 +28,18 @@ namespace octavo::OCTAVO_ISA {
 template <class Tile>
 struct AttentionScratch {
   Tile tile;
-  float* scores;  // [Tile::kRows][64]: scores, then weights
+  float* scores;  // [Tile::kScoreBuffers][Tile::kRows][64]: scores, then weights
   float* sums;    // [max_rows][sums_size]: this partition
   float* totals;  // likewise, all partitions so far
 
   AttentionScratch(const AttentionShape& s, float* memory) : tile(s, memory) {
     scores = memory + Tile::size(s);
-    sums = scores + Tile::kRows * kTilePositions;
+    sums = scores + Tile::kScoreBuffers * Tile::kRows * kTilePositions;
     totals = sums + s.max_rows * s.sums_size;
   }
 
   static int64_t size(const AttentionShape& s) {
-    return Tile::size(s) + Tile::kRows * kTilePositions + s.max_rows * 2 * s.sums_size;
+    return Tile::size(s) + Tile::kScoreBuffers * Tile::kRows * kTilePositions + s.max_rows * 2 * s.sums_size;
   }
 };
 
@@ -80,6 +80,67 @@ void attend_rows(const AttentionArgs& args, const AttentionShape& s, const Atten
   memory.tile.score(row, rows, scores);
   weigh_scores<false>(args, s, memory.tile, rows, seen, scores, sums);
   memory.tile.add_rows(scores, rows, seen, sums);
+}
+
+// Turns the scores of rows that see the whole tile into weights, a few rows at each step.
+template <class Tile>
+class PendingWeights {
+ public:
+  PendingWeights(const AttentionArgs& args, const AttentionShape& s, const Tile& tile) : args_(args), s_(s), tile_(tile) {}
+
+  // steps: the number of steps until `finish`.
+  void begin(float* scores, int64_t rows, float* sums, int64_t steps) {
+    scores_ = scores;
+    sums_ = sums;
+    rows_ = rows;
+    rows_of_step_ = divide_up(rows, larger(int64_t{1}, steps));
+  }
+  OCTAVO_INLINE void step() {
+    if (rows_ > 0) weigh(smaller(rows_, rows_of_step_));
+  }
+  void finish() {
+    if (rows_ > 0) weigh(rows_);
+  }
+
+ private:
+  __attribute__((noinline)) void weigh(int64_t rows) {
+    const SeenRange whole{0, kTilePositions};
+    weigh_scores<true>(args_, s_, tile_, rows, &whole, scores_, sums_);
+    scores_ += rows * kTilePositions;
+    sums_ += rows * s_.sums_size;
+    rows_ -= rows;
+  }
+
+  const AttentionArgs& args_;
+  const AttentionShape& s_;
+  const Tile& tile_;
+  float *scores_ = nullptr, *sums_ = nullptr;
+  int64_t rows_ = 0, rows_of_step_ = 0;
+};
+
+// Adds a tile to the sums of all `rows` rows of a task, which see the whole tile and are not few. Tile::kRows rows at a time go
+// through three stages: scores, weights, sums of values. The stages of three consecutive parts are computed together. Each row
+// is computed as in attend_rows.
+template <class Tile>
+void attend_whole_tile(const AttentionArgs& args, const AttentionShape& s, AttentionScratch<Tile>& memory, int64_t rows) {
+  static_assert(Tile::kScoreBuffers == 3);
+  Tile& tile = memory.tile;
+  const int64_t parts = divide_up(rows, int64_t{Tile::kRows});
+  const auto rows_of = [&](int64_t part) { return smaller(int64_t{Tile::kRows}, rows - part * Tile::kRows); };
+  const auto scores_of = [&](int64_t part) { return memory.scores + part % Tile::kScoreBuffers * Tile::kRows * kTilePositions; };
+  const auto sums_of = [&](int64_t part) { return memory.sums + part * Tile::kRows * s.sums_size; };
+  PendingWeights<Tile> weights(args, s, tile);
+  const auto step = [&]() __attribute__((always_inline)) { weights.step(); };
+  for (int64_t part = 0; part < parts + 2; ++part) {
+    const int64_t weighed = part - 1, added = part - 2;
+    if (weighed >= 0 && weighed < parts) {
+      const int64_t steps = (part < parts ? tile.score_steps() : 0) + (added >= 0 ? tile.value_steps() : 0);
+      weights.begin(scores_of(weighed), rows_of(weighed), sums_of(weighed), steps);
+    }
+    if (part < parts) tile.score_many(part * Tile::kRows, rows_of(part), scores_of(part), step);
+    if (added >= 0) tile.add_all(scores_of(added), rows_of(added), sums_of(added), step);
+    weights.finish();
+  }
 }
 
 inline void clear_sums(const AttentionShape& s, int64_t rows, float* sums) {
@@ -164,6 +225,14 @@ void attend_partition(const AttentionArgs& args, const AttentionShape& s, const 
     const TileRows<C> next = behind < last ? TileRows<C>(args, task, behind, first, last)
                                            : tile_behind<C>(args, task, partition, following);
     memory.tile.gather(here, next);
+    if constexpr (Tile::kScoreBuffers > 1) {
+      const int64_t *positions = args.positions + task.first_token, *last_position = positions + task.tokens - 1;
+      if (!memory.tile.are_few() && seen_of_tile(args, *positions, tile).whole() && seen_of_tile(args, *last_position, tile).whole()) {
+        attend_whole_tile(args, s, memory, rows);
+        here = next;
+        continue;
+      }
+    }
     for (int64_t row = 0; row < rows; row += Tile::kRows) {
       attend_rows(args, s, task, memory, row, smaller(int64_t{Tile::kRows}, rows - row), tile);
     }

@@ -15,6 +15,7 @@ template <class T, class C>
 class FloatKV {
  public:
   static constexpr int kRows = kTileRows;  // rows that are computed together
+  static constexpr int kScoreBuffers = 1;
   static constexpr int64_t kTogether = 1;  // positions of a step of the sum of values
 
   static int64_t size(const AttentionShape& s) {

@@ -90,6 +90,7 @@ template <class C>
 class PairKV {
  public:
   static constexpr int kRows = kTileRows;
+  static constexpr int kScoreBuffers = 1;
   static constexpr int64_t kTogether = 2;
 
   static int64_t size(const AttentionShape& s) {

@@ -4,6 +4,9 @@
 // changes at most the sign of a zero sum. Values that are not finite are never multiplied by it (see add_rows). So a row has the
 // same bits with any other rows.
 //
+// Many rows overlap (attend_whole_tile): while the scores of some rows and the sums of values of other rows are multiplied, the
+// weights of the rows between are computed with vectors.
+//
 // Few rows, as those of a decoded token, do not gather keys: 16 positions in a block of the cache are the rows of one tile in
 // place, and queries are the columns of another tile. The products of a score and their order are the same, so its bits are, too.
 #pragma once
@@ -33,6 +36,7 @@ class TileKV : public PairKV<C> {
 
  public:
   static constexpr int kRows = kTogether;
+  static constexpr int kScoreBuffers = 3;  // see attend_whole_tile
 
   static int64_t size(const AttentionShape& s) {
     return divide_up(Base::size(s), kLanes) * kLanes + kTilePositions * s.padded_values / 2;
@@ -68,13 +72,20 @@ class TileKV : public PairKV<C> {
   void score(int64_t row, int64_t rows, float* scores) {
     if (are_few()) {
       transpose_scores(scores);
-      return;
-    }
-    for (int64_t p = 0; p < kTilePositions; p += kPanelColumns) {
-      multiply(queries_ + row * words_, words_, rows, keys_ + p * words_, words_ / kStepWords, true, scores + p,
-               kTilePositions);
+    } else {
+      score_many(row, rows, scores, [] {});
     }
   }
+  // The same if the rows of the task are not few. beside() is called at each of score_steps() steps.
+  template <class Beside>
+  OCTAVO_INLINE void score_many(int64_t row, int64_t rows, float* scores, const Beside& beside) {
+    for (int64_t p = 0; p < kTilePositions; p += kPanelColumns) {
+      multiply(queries_ + row * words_, words_, rows, keys_ + p * words_, words_ / kStepWords, true, scores + p, kTilePositions,
+               beside);
+    }
+  }
+  int64_t score_steps() const { return kTilePositions / kPanelColumns * (words_ / kStepWords); }
+  bool are_few() const { return rows_ <= kTileHeight; }
 
   // Scores of int8 keys have a factor for each key; scores of bfloat16 keys have one factor in all, which is applied later.
   OCTAVO_INLINE Vec finish_score(float* scores, int i) const {
@@ -91,7 +102,13 @@ class TileKV : public PairKV<C> {
     return std::is_same_v<C, int8_t> ? score - maximum : fma(score, splat(scale_), splat(0.0f) - maximum);
   }
 
-  void add_all(float* weights, int64_t rows, float* sums) { add_values(weights, rows, values_, sums); }
+  void add_all(float* weights, int64_t rows, float* sums) { add_values(weights, rows, values_, sums, [] {}); }
+  // The same. beside() is called at each of value_steps() steps.
+  template <class Beside>
+  OCTAVO_INLINE void add_all(float* weights, int64_t rows, float* sums, const Beside& beside) {
+    add_values(weights, rows, values_, sums, beside);
+  }
+  int64_t value_steps() const { return s_.padded_values / kPanelColumns * (kTilePairs / kStepWords); }
 
   // Adds the values for all rows together if every row sees a part of the tile, or, with values that are not finite, all of it.
   // Otherwise rows that see the same positions (the heads of a token) are computed together; values that are not finite are
@@ -103,7 +120,7 @@ class TileKV : public PairKV<C> {
       all_see_all = all_see_all && seen[r].whole();
     }
     if (all_see_all || (all_see_some && are_finite())) {
-      add_values(weights, rows, values_, sums);
+      add_all(weights, rows, sums);
       return;
     }
     for (int64_t first = 0, count = 0; first < rows; first += count) {
@@ -113,7 +130,7 @@ class TileKV : public PairKV<C> {
       if (range.empty()) continue;
       const bool hides = !range.whole() && !are_finite();
       if (hides) hide(range, weights + first * kTilePositions, count);
-      add_values(weights + first * kTilePositions, count, hides ? seen_values_ : values_, sums + first * s_.sums_size);
+      add_values(weights + first * kTilePositions, count, hides ? seen_values_ : values_, sums + first * s_.sums_size, [] {});
     }
   }
 
@@ -123,24 +140,23 @@ class TileKV : public PairKV<C> {
   static constexpr int64_t kAskedOfPair = 3, kAskedOfSquare = 4, kAskedOfSums = 16;
   static_assert(kTilePairs * kAskedOfPair + kSquares * kAskedOfSquare + kAskedOfSums == 2 * kTilePositions);
 
-  bool are_few() const { return rows_ <= kTileHeight; }
-
   // sums += rows of words from x on, `stride` words apart, times a panel of 32 columns.
+  template <class Beside>
   OCTAVO_INLINE void multiply(const void* x, int64_t stride, int64_t rows, const uint32_t* panel, int64_t steps, bool fresh,
-                              float* sums, int64_t sums_stride) {
+                              float* sums, int64_t sums_stride, const Beside& beside) {
     const int64_t upper = smaller(rows, int64_t{kTileHeight});
     tiles_.hold(heights_of_pair(upper, rows > kTileHeight ? rows - upper : kTileHeight));
     const auto* left = static_cast<const char*>(x);
     const auto* right = reinterpret_cast<const char*>(panel);
     if (rows > kTileHeight) {
-      multiply_tiles<2>(left, 4 * stride, right, steps, fresh, sums, 4 * sums_stride);
+      multiply_tiles<2>(left, 4 * stride, right, steps, fresh, sums, 4 * sums_stride, beside);
     } else {
-      multiply_tiles<1>(left, 4 * stride, right, steps, fresh, sums, 4 * sums_stride);
+      multiply_tiles<1>(left, 4 * stride, right, steps, fresh, sums, 4 * sums_stride, beside);
     }
   }
-  template <int kTiles>
+  template <int kTiles, class Beside>
   static OCTAVO_INLINE void multiply_tiles(const char* x, int64_t row_bytes, const char* w, int64_t steps, bool fresh,
-                                           float* sums, int64_t sum_bytes) {
+                                           float* sums, int64_t sum_bytes, const Beside& beside) {
     float* lower = sums + kTileHeight * (sum_bytes / 4);
     if (fresh) {
       clear_tile<0>();
@@ -164,6 +180,7 @@ class TileKV : public PairKV<C> {
         add_pair_tiles<2, 5, 6>();
         add_pair_tiles<3, 5, 7>();
       }
+      beside();
     }
     store_tile<0>(sums, sum_bytes);
     store_tile<1>(sums + kTileHeight, sum_bytes);
@@ -171,10 +188,11 @@ class TileKV : public PairKV<C> {
     if (kTiles == 2) store_tile<3>(lower + kTileHeight, sum_bytes);
   }
 
-  void add_values(const float* weights, int64_t rows, const uint32_t* values, float* sums) {
+  template <class Beside>
+  OCTAVO_INLINE void add_values(const float* weights, int64_t rows, const uint32_t* values, float* sums, const Beside& beside) {
     for (int64_t d = 0; d < s_.padded_values; d += kPanelColumns) {
       if (are_few()) ahead_.ask(divide_up(kAskedOfSums * kPanelColumns, s_.padded_values));
-      multiply(weights, kTilePositions, rows, values + d * kTilePairs, kTilePairs / kStepWords, false, sums + d, s_.sums_size);
+      multiply(weights, kTilePositions, rows, values + d * kTilePairs, kTilePairs / kStepWords, false, sums + d, s_.sums_size, beside);
     }
   }
 

@@ -7,7 +7,7 @@
 
 #if defined(OCTAVO_ISA)
 
-#include "linear_blocks.h"
+#include "linear_block_tiles.h"
 #include "tile_slices.h"
 
 namespace octavo::OCTAVO_ISA {
@@ -117,6 +117,7 @@ class ColumnsOfNibbles {
     if (i % kPlanes != 0) return {nullptr, 0};
     return weight_.memory(i / kPlanes, first_step, steps);
   }
+  Place result(int64_t row, int64_t i) const { return place_of(args_, row, i / kPlanes * kPanelColumns); }
   void write(const float* scales, int64_t row, int64_t rows, int64_t i, const int32_t* before, const int32_t* sums) const {
     weight_.write(args_, before, sums - before, scales, row, rows, i / kPlanes);
   }
@@ -162,7 +163,11 @@ inline void linear(ThreadPool& pool, const LinearArgs& args) {
       if (args.rows > kFewNibbleRows) return linear_of_nibble_tiles(pool, args);
 #endif
       return linear_of_integers<NibbleWeight>(pool, args);
-    default: return linear_of_blocks(pool, args);
+    default:
+#if defined(OCTAVO_ISA_AMX)
+      if (multiplies_block_tiles(args)) return linear_of_block_tiles(pool, args);
+#endif
+      return linear_of_blocks(pool, args);
   }
 }
 

@@ -124,10 +124,11 @@ class ColumnsInPlace {
   Upcoming upcoming(int64_t i, int64_t first_step, int64_t steps) const {
     return {panel(i) + first_step * kStepBytes, steps * kStepBytes};
   }
+  Place result(int64_t row, int64_t i) const { return place_of(args_, row, order_.result(i) * kPanelColumns); }
   // Writes rows of panel i; for a gated product of panels i - 1 and i. before: the sums of panel i - 1.
   void write(const float* scales, int64_t row, int64_t rows, int64_t i, const typename Product::Sum* before,
              const typename Product::Sum* sums) const {
-    const Place out = place_of(args_, row, order_.result(i) * kPanelColumns);
+    const Place out = result(row, i);
     if (!args_.gated) return product_.write(args_, sums, scales, rows, order_.panel(i), out);
     alignas(64) bf16 gates[kTogether][kPanelColumns], ups[kTogether][kPanelColumns];
     product_.write(args_, before, scales, rows, order_.panel(i - 1), {reinterpret_cast<char*>(gates), sizeof(gates[0])});
@@ -154,6 +155,7 @@ class ColumnsInPlace {
 //   slice(i, first_step, steps, unpacked)   the address of a slice; it may be in the memory `unpacked`, valid for as many panels
 //   tail(i, first_step, steps, is_last)     see ColumnsInPlace
 //   upcoming(i, first_step, steps)          what `slice` will read
+//   result(row, i)                          the place of the result
 //   write(scales, row, rows, i, before, sums)
 
 // Results of up to 32 rows, which are computed from the sums of a task, a few rows at each step of the next tiles: the units that
@@ -163,7 +165,7 @@ class PendingRows {
  public:
   using Sum = typename Columns::Multiplied::Sum;
 
-  explicit PendingRows(const Columns& columns) : columns_(columns) {}
+  PendingRows(const LinearArgs& args, const Columns& columns) : args_(args), columns_(columns) {}
   PendingRows(const PendingRows&) = delete;
   PendingRows& operator=(const PendingRows&) = delete;
 
@@ -186,6 +188,7 @@ class PendingRows {
  private:
   __attribute__((noinline)) void write(int64_t rows) {
     if (rows == 0) return;
+    prefetch_output(args_, columns_.result(row_ + kTogether, i_), rows, 1);  // of the next pair of tiles
     columns_.write(scales_, row_, rows, i_, before_, sums_);
     if (scales_ != nullptr) scales_ += rows;
     if (before_ != nullptr) before_ += rows * kPanelColumns;
@@ -194,6 +197,7 @@ class PendingRows {
     rows_ -= rows;
   }
 
+  const LinearArgs& args_;
   const Columns& columns_;
   const float* scales_ = nullptr;
   const Sum *before_ = nullptr, *sums_ = nullptr;
@@ -226,7 +230,7 @@ void multiply_slices(const LinearArgs& args, Columns& columns, const SlicedRows&
   using Beside = BesideSlices<Columns>;
   constexpr int64_t kSums = kTogether * kPanelColumns;
   const int64_t together = Columns::together(args);
-  PendingRows<Columns> pending(columns);
+  PendingRows<Columns> pending(args, columns);
   Tiles tiles;
   for (int64_t slice = 0; slice < rows.slices; ++slice) {
     const int64_t first_step = rows.first_step(slice), steps = rows.steps_of(slice);
