@@ -61,20 +61,25 @@ struct RowsOfTiles {
   const float* scales_from(int64_t row) const { return scales == nullptr ? nullptr : scales + row; }
 };
 
-// Packed rows, in slices of k, of nearly equal length: [slices][pairs of tiles][steps of the slice][2 tiles][16 rows][64 bytes].
-// The memory of rows after the last one has any content.
+// Rows in slices of k, of nearly equal length. Packed: [slices][pairs of tiles][steps of the slice][2 tiles][16 rows][64 bytes],
+// in which the memory of rows after the last one has any content.
 struct SlicedRows {
   char* data;
-  float* scales;  // [rows]
+  float* scales;  // [rows]; or null
   int64_t pairs, steps, slices;
+  const RowsOfTiles* in_place = nullptr;  // rows that are not packed
 
   int64_t first_step(int64_t slice) const { return slice * steps / slices; }
   int64_t steps_of(int64_t slice) const { return first_step(slice + 1) - first_step(slice); }
   char* at(int64_t slice, int64_t pair) const {
     return data + (first_step(slice) * pairs + pair * steps_of(slice)) * kPairStepBytes;
   }
-  // The distances within a slice.
   RowsOfTiles tiles(int64_t slice) const {
+    if (in_place != nullptr) {
+      RowsOfTiles rest = *in_place;
+      rest.data += first_step(slice) * kTileStep;
+      return rest;
+    }
     return {at(slice, 0), steps_of(slice) * kPairStepBytes, kTileBytes, kTileStep, kPairStepBytes, scales};
   }
   // Calls pack(step, out) for each step of a row; out: 64 bytes.
@@ -92,6 +97,7 @@ struct SlicedRows {
 struct PairTiles {
   using Sum = float;
   static constexpr int64_t kDepth = 2;
+  static constexpr bool kAlwaysPacks = false;
 
   const char* panels;
   int64_t panel_bytes;
@@ -105,7 +111,7 @@ struct PairTiles {
   }
 
   // Whether rows must be packed. Rows that fill whole tiles in place are multiplied in place.
-  bool packs(const LinearArgs& args) const {
+  static bool packs(const LinearArgs& args) {
     const auto address = reinterpret_cast<uintptr_t>(args.x);
     return args.k % (kDepth * kStepWords) != 0 || (address | static_cast<uintptr_t>(2 * args.x_stride)) % 64 != 0;
   }
@@ -151,6 +157,7 @@ struct PairTiles {
 struct ByteTiles {
   using Sum = int32_t;
   static constexpr int64_t kDepth = 4;
+  static constexpr bool kAlwaysPacks = true;
 
   ByteWeight weight;
   const char* panels;
@@ -164,7 +171,7 @@ struct ByteTiles {
     add_byte_tiles<kSums, kRows, kColumns>();
   }
 
-  bool packs(const LinearArgs&) const { return true; }
+  static bool packs(const LinearArgs&) { return true; }
   static RowsOfTiles as_they_stand(const LinearArgs&) { return {}; }
   // made: memory for a row.
   template <class X>

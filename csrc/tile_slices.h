@@ -222,9 +222,9 @@ struct BesideSlices {
   }
 };
 
-// sums: [panels][pairs][32][32].
+// asks_rows: whether to prefetch the next slice of the rows. sums: [panels][pairs][32][32].
 template <class Columns>
-void multiply_slices(const LinearArgs& args, Columns& columns, const SlicedRows& rows, const SlicesOfTask& task, bool are_near,
+void multiply_slices(const LinearArgs& args, Columns& columns, const SlicedRows& rows, const SlicesOfTask& task, bool asks_rows,
                      char* unpacked, typename Columns::Multiplied::Sum* sums) {
   using Product = typename Columns::Multiplied;
   using Beside = BesideSlices<Columns>;
@@ -234,10 +234,10 @@ void multiply_slices(const LinearArgs& args, Columns& columns, const SlicedRows&
   Tiles tiles;
   for (int64_t slice = 0; slice < rows.slices; ++slice) {
     const int64_t first_step = rows.first_step(slice), steps = rows.steps_of(slice);
-    const bool is_last = slice + 1 == rows.slices, asks_rows = !are_near && !is_last;
+    const bool is_last = slice + 1 == rows.slices, asks = asks_rows && !is_last;
     const RowsOfTiles of_slice = rows.tiles(slice);
-    Beside beside{nullptr, asks_rows ? rows.at(slice + 1, task.first_pair) : nullptr, 0,
-                  asks_rows ? smaller(kMostAskedLines, divide_up(kPairStepBytes / 64, task.panels)) : 0, pending};
+    Beside beside{nullptr, asks ? rows.at(slice + 1, task.first_pair) : nullptr, 0,
+                  asks ? smaller(kMostAskedLines, divide_up(kPairStepBytes / 64, task.panels)) : 0, pending};
     for (int64_t p = 0; p < task.panels; ++p) {
       const int64_t i = task.first_panel + p;
       const char* w = columns.slice(i, first_step, steps, unpacked);
@@ -265,11 +265,25 @@ void multiply_slices(const LinearArgs& args, Columns& columns, const SlicedRows&
   pending.finish();
 }
 
+// Whether rows are packed. For a narrow weight packing costs more than tiles of distant rows.
+template <class Product>
+bool packs_slices(const LinearArgs& args, int64_t steps) {
+  if constexpr (Product::kAlwaysPacks) {
+    return true;
+  } else {
+    return Product::packs(args) || steps > kShortSteps || args.n > 2 * args.k;
+  }
+}
+
 template <class Columns, class Product>
 void linear_of_slices(ThreadPool& pool, const LinearArgs& args, const Product& product) {
   using Multiplied = typename Columns::Multiplied;
   const int64_t steps = divide_up(divide_up(args.k, Multiplied::kDepth), kStepWords);
-  const SlicedRows rows = pack_rows_as_tiles<Multiplied>(pool, args, steps, divide_up(steps, kSliceSteps));
+  const int64_t slices = divide_up(steps, kSliceSteps);
+  const RowsOfTiles standing = Multiplied::as_they_stand(args);
+  const bool are_packed = packs_slices<Multiplied>(args, steps);
+  const SlicedRows rows = are_packed ? pack_rows_as_tiles<Multiplied>(pool, args, steps, slices)
+                                     : SlicedRows{nullptr, nullptr, divide_up(args.rows, kTogether), steps, slices, &standing};
   const int64_t together = Columns::together(args), unpacked_bytes = Columns::unpacked_bytes(smaller(steps, kSliceSteps));
   const int64_t first_panel = args.first_panel * Columns::kPlanes, panels = args.num_panels * Columns::kPlanes;
   const TileTasks tasks(rows.pairs, panels / together, together, steps, pool.num_threads());
@@ -282,7 +296,7 @@ void linear_of_slices(ThreadPool& pool, const LinearArgs& args, const Product& p
                             smaller(tasks.panels(), panels - panel), first_panel + next};
     char* unpacked = static_cast<char*>(pool.local(thread));
     Columns columns(args, product);
-    multiply_slices(args, columns, rows, some, tasks.are_near(), unpacked,
+    multiply_slices(args, columns, rows, some, are_packed && !tasks.are_near(), unpacked,
                     reinterpret_cast<typename Multiplied::Sum*>(unpacked + unpacked_bytes));
   });
 }

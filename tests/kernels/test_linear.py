@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from kernel_accuracy import assert_as_exact_as_torch
-from kernel_backends import compiled_kernels
+from kernel_backends import ISAS, compiled_kernels
 
+from octavo.kernels.block_weight import BlockKind, random_blocks
 from octavo.kernels.quantization import quantize_int4, quantize_int8
 
 FLOATS = [torch.float32, torch.bfloat16]
@@ -104,6 +105,47 @@ def test_linear_row_is_independent_of_its_row_block(compiled, generator, depth, 
         assert torch.equal(compiled.linear(x[row : row + 1], packed), whole[row : row + 1]), row
     for rows in (slice(17), slice(31, 95), slice(160, 290)):
         assert torch.equal(compiled.linear(x[rows], packed), whole[rows]), rows
+
+
+STORED = {
+    "bfloat16": torch.Tensor.bfloat16,
+    "int8": quantize_int8,
+    "int4": lambda weight: quantize_int4(weight, 32),
+    "Q8_0": lambda weight: [random_blocks(torch.Generator().manual_seed(1), BlockKind.Q8_0, *weight.shape)],
+    "Q4_K": lambda weight: [random_blocks(torch.Generator().manual_seed(1), BlockKind.Q4_K, *weight.shape)],
+}
+MOST_ROWS = 600
+# Rows at which a kernel is chosen or rows are divided: whole tiles, pairs of tiles, blocks of rows, passes.
+SPECIAL_ROWS = (1, 5, 16, 17, 32, 47, 48, 96, 97, 128, 192, 193, 256, 511, 512, 513, 600)
+
+
+def assert_rows_do_not_depend_on_their_number(kernels, stored, counts):
+    """Compare products of the first rows with the product of all rows; depth: several slices, the last not whole."""
+    generator = torch.Generator().manual_seed(0)
+    depth = 1280 if stored == "Q4_K" else 1056
+    packed = kernels.pack_linear(STORED[stored](random(generator, 160, depth)), random(generator, 160))
+    x = random(generator, MOST_ROWS, depth, dtype=torch.bfloat16)
+    whole = kernels.linear(x, packed)
+    for count in counts:
+        assert torch.equal(kernels.linear(x[:count], packed), whole[:count]), count
+        assert torch.equal(kernels.linear(x[-count:], packed), whole[-count:]), count
+
+
+@pytest.mark.sweep(10)
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("isa", ISAS)
+def test_linear_rows_are_independent_of_number_of_rows(isa, stored, num_threads):
+    assert_rows_do_not_depend_on_their_number(compiled_kernels(isa, num_threads=num_threads), stored, SPECIAL_ROWS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa != "portable"])
+def test_linear_rows_are_independent_of_every_number_of_rows(isa, stored, num_threads):
+    kernels = compiled_kernels(isa, num_threads=num_threads)
+    assert_rows_do_not_depend_on_their_number(kernels, stored, range(1, MOST_ROWS + 1))
 
 
 @pytest.mark.sweep(8)
