@@ -74,7 +74,7 @@ class KVEventPublisher:
         """Send a batch. If too many batches wait, drop it: subscribers see that a sequence number is missing."""
         number = next(self._numbers)
         batch = encode(EventBatch(time.time(), events, self._config.data_parallel_rank))
-        if self._outbox.events & zmq.POLLOUT:  # a send alone may not notice that the thread has read batches
+        if self._outbox.poll(0, zmq.POLLOUT):  # a send alone may not notice that the thread has read batches
             self._outbox.send_multipart([number.to_bytes(_SEQUENCE_BYTES, "big"), batch], zmq.NOBLOCK)
             self.figures.num_batches += 1
             self.figures.num_events += len(events)
