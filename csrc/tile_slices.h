@@ -17,7 +17,8 @@ namespace octavo::OCTAVO_ISA {
 #if defined(OCTAVO_ISA_AMX)
 
 constexpr int64_t kSliceSteps = 8;          // at most: the slices of a panel and of a pair of tiles, and their sums, fit L1
-constexpr int64_t kMostBlockPairs = 16, kMostGroupPanels = 8;  // of a task
+constexpr int64_t kMostBlockPairs = 16;     // pairs of tiles of a task
+constexpr int64_t kMostGroupPanels = 8;     // panels of a task
 constexpr int64_t kPackedBytes = 16 << 20;  // of rows that are packed at a time
 constexpr int64_t kMostAskedLines = 8;      // of the rows' next slice, at a step
 

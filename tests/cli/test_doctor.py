@@ -191,13 +191,10 @@ def test_doctor_refuses_invalid_arguments(doctor, arguments, message):
 @pytest.mark.parametrize("precision", ["bfloat16", "int8"])
 @pytest.mark.parametrize("depth", [64, 256, 896, 1024, 4864])
 def test_checked_rows_exceed_kernel_block_sizes(precision, depth):
-    """Enough rows that panels are read again, in `TasksOfTiles` and in the blocks of the products without tiles."""
+    """Enough rows that panels are read again, by the products with and without tiles."""
     module = pytest.importorskip("octavo.worker.machine_report")
     rows, row_bytes = module.checked_rows(precision, depth), depth * (1 if precision == "int8" else 2)
-    pairs = -(-rows // 32)
-    blocks = -(-pairs // constant("linear_tiles.h", "kBlockPairs"))
-    block_rows = -(-pairs // blocks) * 32
-    assert blocks > constant("linear_tiles.h", "kNearBytes") // (block_rows * row_bytes)
+    assert rows > constant("tile_slices.h", "kMostBlockPairs") * 32
     assert rows > constant("quantized_rows.h", "kBlockBytes") // row_bytes
     assert rows > constant("linear.h", "kBlockRows")
 

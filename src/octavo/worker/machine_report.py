@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 ROWS = (1, 8, 32, 512)
 _ROUNDS = 7
-_BLOCK_ROWS = 336  # kBlockRows of csrc/linear.h with AVX-512
-_BLOCKS_BYTES = 1 << 20  # kNearBytes of csrc/linear_tiles.h, kBlockBytes of csrc/quantized_rows.h
+_BLOCK_ROWS = 512  # kMostBlockPairs of csrc/tile_slices.h; kBlockRows of csrc/linear.h is less
+_BLOCKS_BYTES = 1 << 20  # kBlockBytes of csrc/quantized_rows.h
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
