@@ -27,19 +27,21 @@ namespace octavo::OCTAVO_ISA {
 
 template <class Tile>
 struct AttentionScratch {
+  static constexpr int64_t kScoreRows = Tile::kMostTiles == 1 ? int64_t{Tile::kRows} : Tile::kMostTiles * kChunkRows;
+
   Tile tile;
-  float* scores;  // [Tile::kScoreBuffers][Tile::kRows][64]: scores, then weights
+  float* scores;  // [kScoreRows][64]: scores, then weights
   float* sums;    // [max_rows][sums_size]: this partition
   float* totals;  // likewise, all partitions so far
 
   AttentionScratch(const AttentionShape& s, float* memory) : tile(s, memory) {
     scores = memory + Tile::size(s);
-    sums = scores + Tile::kScoreBuffers * Tile::kRows * kTilePositions;
+    sums = scores + kScoreRows * kTilePositions;
     totals = sums + s.max_rows * s.sums_size;
   }
 
   static int64_t size(const AttentionShape& s) {
-    return Tile::size(s) + Tile::kScoreBuffers * Tile::kRows * kTilePositions + s.max_rows * 2 * s.sums_size;
+    return Tile::size(s) + kScoreRows * kTilePositions + s.max_rows * 2 * s.sums_size;
   }
 };
 
@@ -63,7 +65,7 @@ void attend_rows(const AttentionArgs& args, const AttentionShape& s, const Atten
       seen_of_tile(args, positions[(row + rows - 1) / s.group], first).whole()) {
     const SeenRange whole{0, kTilePositions};
     memory.tile.score(row, rows, scores);
-    weigh_scores<true>(args, s, memory.tile, rows, &whole, scores, sums);
+    weigh_scores<true>(args, s, memory.tile, rows, &whole, scores, sums, [] {});
     memory.tile.add_all(scores, rows, sums);
     return;
   }
@@ -78,68 +80,74 @@ void attend_rows(const AttentionArgs& args, const AttentionShape& s, const Atten
   }
   if (!any) return;
   memory.tile.score(row, rows, scores);
-  weigh_scores<false>(args, s, memory.tile, rows, seen, scores, sums);
+  weigh_scores<false>(args, s, memory.tile, rows, seen, scores, sums, [] {});
   memory.tile.add_rows(scores, rows, seen, sums);
 }
 
-// Turns the scores of rows that see the whole tile into weights, a few rows at each step.
+// Adds the gathered tiles first .. last - 1 to the sums of `rows` rows from `begin` on, at most kChunkRows, which see these tiles
+// whole. Values of consecutive tiles are added together, unless a row's sums are rescaled between them. Each row is computed as in
+// attend_rows.
 template <class Tile>
-class PendingWeights {
- public:
-  PendingWeights(const AttentionArgs& args, const AttentionShape& s, const Tile& tile) : args_(args), s_(s), tile_(tile) {}
-
-  // steps: the number of steps until `finish`.
-  void begin(float* scores, int64_t rows, float* sums, int64_t steps) {
-    scores_ = scores;
-    sums_ = sums;
-    rows_ = rows;
-    rows_of_step_ = divide_up(rows, larger(int64_t{1}, steps));
-  }
-  OCTAVO_INLINE void step() {
-    if (rows_ > 0) weigh(smaller(rows_, rows_of_step_));
-  }
-  void finish() {
-    if (rows_ > 0) weigh(rows_);
-  }
-
- private:
-  __attribute__((noinline)) void weigh(int64_t rows) {
-    const SeenRange whole{0, kTilePositions};
-    weigh_scores<true>(args_, s_, tile_, rows, &whole, scores_, sums_);
-    scores_ += rows * kTilePositions;
-    sums_ += rows * s_.sums_size;
-    rows_ -= rows;
-  }
-
-  const AttentionArgs& args_;
-  const AttentionShape& s_;
-  const Tile& tile_;
-  float *scores_ = nullptr, *sums_ = nullptr;
-  int64_t rows_ = 0, rows_of_step_ = 0;
-};
-
-// Adds a tile to the sums of all `rows` rows of a task, which see the whole tile and are not few. Tile::kRows rows at a time go
-// through three stages: scores, weights, sums of values. The stages of three consecutive parts are computed together. Each row
-// is computed as in attend_rows.
-template <class Tile>
-void attend_whole_tile(const AttentionArgs& args, const AttentionShape& s, AttentionScratch<Tile>& memory, int64_t rows) {
-  static_assert(Tile::kScoreBuffers == 3);
+void attend_whole_tiles(const AttentionArgs& args, const AttentionShape& s, AttentionScratch<Tile>& memory, int64_t begin,
+                        int64_t rows, int64_t first, int64_t last) {
+  constexpr int64_t kStride = kChunkRows * kTilePositions;  // from a tile's scores to the next one's
+  static_assert(kChunkRows % Tile::kRows == 0);
   Tile& tile = memory.tile;
+  int64_t first_missing[kChunkRows / Tile::kRows];  // for each part: the first tile whose values are not added yet
   const int64_t parts = divide_up(rows, int64_t{Tile::kRows});
   const auto rows_of = [&](int64_t part) { return smaller(int64_t{Tile::kRows}, rows - part * Tile::kRows); };
-  const auto scores_of = [&](int64_t part) { return memory.scores + part % Tile::kScoreBuffers * Tile::kRows * kTilePositions; };
-  const auto sums_of = [&](int64_t part) { return memory.sums + part * Tile::kRows * s.sums_size; };
-  PendingWeights<Tile> weights(args, s, tile);
-  const auto step = [&]() __attribute__((always_inline)) { weights.step(); };
-  for (int64_t part = 0; part < parts + 2; ++part) {
-    const int64_t weighed = part - 1, added = part - 2;
-    if (weighed >= 0 && weighed < parts) {
-      const int64_t steps = (part < parts ? tile.score_steps() : 0) + (added >= 0 ? tile.value_steps() : 0);
-      weights.begin(scores_of(weighed), rows_of(weighed), sums_of(weighed), steps);
+  const auto scores_of = [&](int64_t part) { return memory.scores + part * Tile::kRows * kTilePositions; };
+  const auto sums_of = [&](int64_t part) { return memory.sums + (begin + part * Tile::kRows) * s.sums_size; };
+  const auto add_values = [&](int64_t part, int64_t end) {
+    if (first_missing[part] == end) return;
+    tile.add_tiles(scores_of(part), kStride, first_missing[part], end, rows_of(part), sums_of(part));
+    first_missing[part] = end;
+  };
+  for (int64_t part = 0; part < parts; ++part) {
+    first_missing[part] = first;
+    for (int64_t t = first; t < last; ++t) {
+      tile.select(t);
+      tile.score(begin + part * Tile::kRows, rows_of(part), scores_of(part) + t * kStride);
     }
-    if (part < parts) tile.score_many(part * Tile::kRows, rows_of(part), scores_of(part), step);
-    if (added >= 0) tile.add_all(scores_of(added), rows_of(added), sums_of(added), step);
-    weights.finish();
+  }
+  const SeenRange whole{0, kTilePositions};
+  for (int64_t part = 0; part < parts; ++part) {
+    for (int64_t t = first; t < last; ++t) {
+      tile.select(t);
+      weigh_scores<true>(args, s, tile, rows_of(part), &whole, scores_of(part) + t * kStride, sums_of(part), [&] {
+        add_values(part, t);
+        tile.select(t);
+      });
+    }
+  }
+  for (int64_t part = 0; part < parts; ++part) add_values(part, last);
+}
+
+// Adds the gathered tiles, the first of which is at position `first`, to the sums of all rows of a task.
+template <class Tile>
+void attend_tiles(const AttentionArgs& args, const AttentionShape& s, const AttentionTask& task, AttentionScratch<Tile>& memory,
+                  int64_t first, int64_t tiles) {
+  const int64_t rows = task.tokens * s.group;
+  const int64_t *positions = args.positions + task.first_token, *last_position = positions + task.tokens - 1;
+  const auto all_see = [&](int64_t t) {
+    const int64_t tile = first + t * kTilePositions;
+    return seen_of_tile(args, *positions, tile).whole() && seen_of_tile(args, *last_position, tile).whole();
+  };
+  for (int64_t t = 0, next; t < tiles; t = next) {
+    next = t + 1;
+    if constexpr (Tile::kMostTiles > 1) {
+      if (memory.tile.tiles_together() > 1 && all_see(t)) {
+        while (next < tiles && all_see(next)) ++next;
+        for (int64_t row = 0; row < rows; row += kChunkRows) {
+          attend_whole_tiles(args, s, memory, row, smaller(kChunkRows, rows - row), t, next);
+        }
+        continue;
+      }
+    }
+    memory.tile.select(t);
+    for (int64_t row = 0; row < rows; row += Tile::kRows) {
+      attend_rows(args, s, task, memory, row, smaller(int64_t{Tile::kRows}, rows - row), first + t * kTilePositions);
+    }
   }
 }
 
@@ -216,27 +224,22 @@ TileRows<C> tile_behind(const AttentionArgs& args, const AttentionTask& task, in
 template <class C, class Tile>
 void attend_partition(const AttentionArgs& args, const AttentionShape& s, const AttentionTask& task,
                       const AttentionTask* following, AttentionScratch<Tile>& memory, int64_t partition) {
-  const int64_t rows = task.tokens * s.group;
   const auto [first, last] = seen_of_partition(args, task, partition);
-  const int64_t first_tile = first / kTilePositions * kTilePositions;
-  TileRows<C> here(args, task, first_tile, first, last);
-  for (int64_t tile = first_tile; tile < last; tile += kTilePositions) {
-    const int64_t behind = tile + kTilePositions;
-    const TileRows<C> next = behind < last ? TileRows<C>(args, task, behind, first, last)
+  const int64_t most = memory.tile.tiles_together();
+  int64_t tile = first / kTilePositions * kTilePositions;
+  TileRows<C> here(args, task, tile, first, last);
+  while (tile < last) {
+    const int64_t tiles = smaller(most, divide_up(last - tile, kTilePositions));
+    const int64_t group = tile;
+    for (int64_t t = 0; t < tiles; ++t) {
+      tile += kTilePositions;
+      const TileRows<C> next = tile < last ? TileRows<C>(args, task, tile, first, last)
                                            : tile_behind<C>(args, task, partition, following);
-    memory.tile.gather(here, next);
-    if constexpr (Tile::kScoreBuffers > 1) {
-      const int64_t *positions = args.positions + task.first_token, *last_position = positions + task.tokens - 1;
-      if (!memory.tile.are_few() && seen_of_tile(args, *positions, tile).whole() && seen_of_tile(args, *last_position, tile).whole()) {
-        attend_whole_tile(args, s, memory, rows);
-        here = next;
-        continue;
-      }
+      memory.tile.select(t);
+      memory.tile.gather(here, next);
+      here = next;
     }
-    for (int64_t row = 0; row < rows; row += Tile::kRows) {
-      attend_rows(args, s, task, memory, row, smaller(int64_t{Tile::kRows}, rows - row), tile);
-    }
-    here = next;
+    attend_tiles(args, s, task, memory, group, tiles);
   }
 }
 

@@ -15,7 +15,7 @@ template <class T, class C>
 class FloatKV {
  public:
   static constexpr int kRows = kTileRows;  // rows that are computed together
-  static constexpr int kScoreBuffers = 1;
+  static constexpr int64_t kMostTiles = 1;
   static constexpr int64_t kTogether = 1;  // positions of a step of the sum of values
 
   static int64_t size(const AttentionShape& s) {
@@ -43,6 +43,9 @@ class FloatKV {
       }
     }
   }
+
+  static constexpr int64_t tiles_together() { return 1; }
+  static void select(int64_t) {}
 
   // Gathers the tile, and prefetches the rows of the next one.
   void gather(const TileRows<C>& rows, const TileRows<C>& next) {

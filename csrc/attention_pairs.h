@@ -90,21 +90,28 @@ template <class C>
 class PairKV {
  public:
   static constexpr int kRows = kTileRows;
-  static constexpr int kScoreBuffers = 1;
+  static constexpr int64_t kMostTiles = 1;
   static constexpr int64_t kTogether = 2;
 
-  static int64_t size(const AttentionShape& s) {
-    return ((kTilePositions + s.max_rows) * s.padded_dim + kTilePositions * s.padded_values) / 2 + 2 * kTilePositions;
+  // tiles: for how many tiles there is memory; see select.
+  static int64_t size(const AttentionShape& s, int64_t tiles = kMostTiles) {
+    return tiles * tile_size(s) + s.max_rows * s.padded_dim / 2;
   }
 
-  PairKV(const AttentionShape& s, float* memory)
-      : s_(s),
-        words_(s.padded_dim / 2),
-        keys_(reinterpret_cast<uint32_t*>(memory)),
-        values_(keys_ + kTilePositions * words_),
-        queries_(values_ + kTilePositions * s.padded_values / 2),
-        key_factors_(memory + (size(s) - 2 * kTilePositions)),
-        value_factors_(key_factors_ + kTilePositions) {}
+  PairKV(const AttentionShape& s, float* memory, int64_t tiles = kMostTiles)
+      : s_(s), words_(s.padded_dim / 2), memory_(memory), queries_(reinterpret_cast<uint32_t*>(memory + tiles * tile_size(s))) {
+    select(0);
+  }
+
+  static constexpr int64_t tiles_together() { return 1; }
+
+  // The following calls work on tile t.
+  OCTAVO_INLINE void select(int64_t t) {
+    keys_ = reinterpret_cast<uint32_t*>(memory_ + t * tile_size(s_));
+    values_ = keys_ + kTilePositions * words_;
+    key_factors_ = reinterpret_cast<float*>(values_ + kTilePositions * s_.padded_values / 2);
+    value_factors_ = key_factors_ + kTilePositions;
+  }
 
   void pack_queries(const AttentionArgs& args, const AttentionTask& task) {
     scale_ = args.scale;
@@ -178,6 +185,11 @@ class PairKV {
  protected:
   static constexpr uint32_t kLowerHalf = 0x0000FFFFu, kUpperHalf = 0xFFFF0000u;
 
+  // Words of a tile: keys, values and the factors of both.
+  static int64_t tile_size(const AttentionShape& s) {
+    return kTilePositions * (s.padded_dim + s.padded_values) / 2 + 2 * kTilePositions;
+  }
+
   void add_half(uint32_t weights, int64_t pair, uint32_t half, float* sums) const {
     for (int64_t d = 0; d < s_.padded_values; d += kLanes) {
       const uint32_t* word = values_ + (d / kPanelColumns * kTilePairs + pair) * kPanelColumns + d % kPanelColumns;
@@ -231,12 +243,13 @@ class PairKV {
   }
 
   const AttentionShape& s_;
-  const int64_t words_;     // of a row
-  uint32_t* const keys_;    // [2 panels][words_][32 positions]
-  uint32_t* const values_;  // [padded_values / 32][kTilePairs][32]
-  uint32_t* const queries_; // [max_rows][words_]
-  float* const key_factors_;
-  float* const value_factors_;
+  const int64_t words_;       // of a row
+  float* const memory_;       // [tiles][tile_size]
+  uint32_t* const queries_;   // [max_rows][words_]
+  uint32_t* keys_;            // of the selected tile: [2 panels][words_][32 positions]
+  uint32_t* values_;          // likewise: [padded_values / 32][kTilePairs][32]
+  float* key_factors_;        // likewise
+  float* value_factors_;
   float scale_ = 1.0f;
 };
 

@@ -4,8 +4,9 @@
 // changes at most the sign of a zero sum. Values that are not finite are never multiplied by it (see add_rows). So a row has the
 // same bits with any other rows.
 //
-// Many rows overlap (attend_whole_tile): while the scores of some rows and the sums of values of other rows are multiplied, the
-// weights of the rows between are computed with vectors.
+// Many rows go through kMostTiles tiles of keys and values in three phases: the scores of all rows, their weights, their sums of
+// values (attend_whole_tiles). Vectors are slower while the processor's unit for tiles is switched on. It is switched off after
+// about 850 cycles without use, and needs about 700 cycles to start again. So the phases must be long.
 //
 // Few rows, as those of a decoded token, do not gather keys: 16 positions in a block of the cache are the rows of one tile in
 // place, and queries are the columns of another tile. The products of a score and their order are the same, so its bits are, too.
@@ -36,14 +37,20 @@ class TileKV : public PairKV<C> {
 
  public:
   static constexpr int kRows = kTogether;
-  static constexpr int kScoreBuffers = 3;  // see attend_whole_tile
+  static constexpr int64_t kMostTiles = 2;
 
-  static int64_t size(const AttentionShape& s) {
-    return divide_up(Base::size(s), kLanes) * kLanes + kTilePositions * s.padded_values / 2;
-  }
+  static int64_t size(const AttentionShape& s) { return Base::size(s, kMostTiles) + kTilePositions * s.padded_values / 2; }
 
   TileKV(const AttentionShape& s, float* memory)
-      : Base(s, memory), seen_values_(reinterpret_cast<uint32_t*>(memory + divide_up(Base::size(s), kLanes) * kLanes)) {}
+      : Base(s, memory, kMostTiles), seen_values_(reinterpret_cast<uint32_t*>(memory + Base::size(s, kMostTiles))) {}
+
+  // How many tiles are gathered before their scores are computed.
+  int64_t tiles_together() const { return are_few() ? 1 : kMostTiles; }
+
+  OCTAVO_INLINE void select(int64_t t) {
+    Base::select(t);
+    is_tested_ = false;
+  }
 
   void pack_queries(const AttentionArgs& args, const AttentionTask& task) {
     rows_ = task.tokens * s_.group;
@@ -72,19 +79,12 @@ class TileKV : public PairKV<C> {
   void score(int64_t row, int64_t rows, float* scores) {
     if (are_few()) {
       transpose_scores(scores);
-    } else {
-      score_many(row, rows, scores, [] {});
+      return;
     }
-  }
-  // The same if the rows of the task are not few. beside() is called at each of score_steps() steps.
-  template <class Beside>
-  OCTAVO_INLINE void score_many(int64_t row, int64_t rows, float* scores, const Beside& beside) {
     for (int64_t p = 0; p < kTilePositions; p += kPanelColumns) {
-      multiply(queries_ + row * words_, words_, rows, keys_ + p * words_, words_ / kStepWords, true, scores + p, kTilePositions,
-               beside);
+      multiply({queries_ + row * words_, words_, keys_ + p * words_, words_ / kStepWords}, rows, true, scores + p, kTilePositions);
     }
   }
-  int64_t score_steps() const { return kTilePositions / kPanelColumns * (words_ / kStepWords); }
   bool are_few() const { return rows_ <= kTileHeight; }
 
   // Scores of int8 keys have a factor for each key; scores of bfloat16 keys have one factor in all, which is applied later.
@@ -102,13 +102,13 @@ class TileKV : public PairKV<C> {
     return std::is_same_v<C, int8_t> ? score - maximum : fma(score, splat(scale_), splat(0.0f) - maximum);
   }
 
-  void add_all(float* weights, int64_t rows, float* sums) { add_values(weights, rows, values_, sums, [] {}); }
-  // The same. beside() is called at each of value_steps() steps.
-  template <class Beside>
-  OCTAVO_INLINE void add_all(float* weights, int64_t rows, float* sums, const Beside& beside) {
-    add_values(weights, rows, values_, sums, beside);
+  void add_all(float* weights, int64_t rows, float* sums) { add_values(weights, rows, values_, sums); }
+
+  // The same for the tiles first .. last - 1. weights: those of tile t begin at t * stride.
+  void add_tiles(const float* weights, int64_t stride, int64_t first, int64_t last, int64_t rows, float* sums) {
+    select(first);
+    add_values(weights + first * stride, rows, values_, sums, last - first, stride);
   }
-  int64_t value_steps() const { return s_.padded_values / kPanelColumns * (kTilePairs / kStepWords); }
 
   // Adds the values for all rows together if every row sees a part of the tile, or, with values that are not finite, all of it.
   // Otherwise rows that see the same positions (the heads of a token) are computed together; values that are not finite are
@@ -130,7 +130,7 @@ class TileKV : public PairKV<C> {
       if (range.empty()) continue;
       const bool hides = !range.whole() && !are_finite();
       if (hides) hide(range, weights + first * kTilePositions, count);
-      add_values(weights + first * kTilePositions, count, hides ? seen_values_ : values_, sums + first * s_.sums_size, [] {});
+      add_values(weights + first * kTilePositions, count, hides ? seen_values_ : values_, sums + first * s_.sums_size);
     }
   }
 
@@ -140,59 +140,70 @@ class TileKV : public PairKV<C> {
   static constexpr int64_t kAskedOfPair = 3, kAskedOfSquare = 4, kAskedOfSums = 16;
   static_assert(kTilePairs * kAskedOfPair + kSquares * kAskedOfSquare + kAskedOfSums == 2 * kTilePositions);
 
-  // sums += rows of words from x on, `stride` words apart, times a panel of 32 columns.
-  template <class Beside>
-  OCTAVO_INLINE void multiply(const void* x, int64_t stride, int64_t rows, const uint32_t* panel, int64_t steps, bool fresh,
-                              float* sums, int64_t sums_stride, const Beside& beside) {
+  // Rows of pairs and a panel of 32 columns, of one or several tiles of positions.
+  struct Factors {
+    const void* rows;
+    int64_t row_words;  // from one row to the next
+    const uint32_t* panel;
+    int64_t steps;      // of kStepWords words, in each tile
+    int64_t tiles = 1, next_rows = 0, next_panel = 0;  // words from one tile's rows, or panel, to those of the next tile
+  };
+
+  // sums += rows times panel; or = if fresh.
+  OCTAVO_INLINE void multiply(const Factors& factors, int64_t rows, bool fresh, float* sums, int64_t sums_stride) {
     const int64_t upper = smaller(rows, int64_t{kTileHeight});
     tiles_.hold(heights_of_pair(upper, rows > kTileHeight ? rows - upper : kTileHeight));
-    const auto* left = static_cast<const char*>(x);
-    const auto* right = reinterpret_cast<const char*>(panel);
     if (rows > kTileHeight) {
-      multiply_tiles<2>(left, 4 * stride, right, steps, fresh, sums, 4 * sums_stride, beside);
+      multiply_tiles<2>(factors, fresh, sums, 4 * sums_stride);
     } else {
-      multiply_tiles<1>(left, 4 * stride, right, steps, fresh, sums, 4 * sums_stride, beside);
+      multiply_tiles<1>(factors, fresh, sums, 4 * sums_stride);
     }
   }
-  template <int kTiles, class Beside>
-  static OCTAVO_INLINE void multiply_tiles(const char* x, int64_t row_bytes, const char* w, int64_t steps, bool fresh,
-                                           float* sums, int64_t sum_bytes, const Beside& beside) {
+  template <int kHeight>
+  static OCTAVO_INLINE void multiply_tiles(const Factors& factors, bool fresh, float* sums, int64_t sum_bytes) {
+    const int64_t row_bytes = 4 * factors.row_words;
     float* lower = sums + kTileHeight * (sum_bytes / 4);
     if (fresh) {
       clear_tile<0>();
       clear_tile<1>();
-      if (kTiles == 2) clear_tile<2>();
-      if (kTiles == 2) clear_tile<3>();
+      if (kHeight == 2) clear_tile<2>();
+      if (kHeight == 2) clear_tile<3>();
     } else {
       load_tile<0>(sums, sum_bytes);
       load_tile<1>(sums + kTileHeight, sum_bytes);
-      if (kTiles == 2) load_tile<2>(lower, sum_bytes);
-      if (kTiles == 2) load_tile<3>(lower + kTileHeight, sum_bytes);
+      if (kHeight == 2) load_tile<2>(lower, sum_bytes);
+      if (kHeight == 2) load_tile<3>(lower + kTileHeight, sum_bytes);
     }
-    for (int64_t step = 0; step < steps; ++step, x += kTileStep, w += 2 * kTileBytes) {
-      load_tile<6>(w, 2 * kTileStep);
-      load_tile<4>(x, row_bytes);
-      add_pair_tiles<0, 4, 6>();
-      load_tile<7>(w + kTileStep, 2 * kTileStep);
-      add_pair_tiles<1, 4, 7>();
-      if (kTiles == 2) {
-        load_tile<5>(x + kTileHeight * row_bytes, row_bytes);
-        add_pair_tiles<2, 5, 6>();
-        add_pair_tiles<3, 5, 7>();
+    for (int64_t t = 0; t < factors.tiles; ++t) {
+      const auto* x = static_cast<const char*>(factors.rows) + 4 * t * factors.next_rows;
+      const auto* w = reinterpret_cast<const char*>(factors.panel + t * factors.next_panel);
+      for (int64_t step = 0; step < factors.steps; ++step, x += kTileStep, w += 2 * kTileBytes) {
+        load_tile<6>(w, 2 * kTileStep);
+        load_tile<4>(x, row_bytes);
+        add_pair_tiles<0, 4, 6>();
+        load_tile<7>(w + kTileStep, 2 * kTileStep);
+        add_pair_tiles<1, 4, 7>();
+        if (kHeight == 2) {
+          load_tile<5>(x + kTileHeight * row_bytes, row_bytes);
+          add_pair_tiles<2, 5, 6>();
+          add_pair_tiles<3, 5, 7>();
+        }
       }
-      beside();
     }
     store_tile<0>(sums, sum_bytes);
     store_tile<1>(sums + kTileHeight, sum_bytes);
-    if (kTiles == 2) store_tile<2>(lower, sum_bytes);
-    if (kTiles == 2) store_tile<3>(lower + kTileHeight, sum_bytes);
+    if (kHeight == 2) store_tile<2>(lower, sum_bytes);
+    if (kHeight == 2) store_tile<3>(lower + kTileHeight, sum_bytes);
   }
 
-  template <class Beside>
-  OCTAVO_INLINE void add_values(const float* weights, int64_t rows, const uint32_t* values, float* sums, const Beside& beside) {
+  // tiles, stride: for several tiles, see add_tiles.
+  OCTAVO_INLINE void add_values(const float* weights, int64_t rows, const uint32_t* values, float* sums, int64_t tiles = 1,
+                                int64_t stride = 0) {
     for (int64_t d = 0; d < s_.padded_values; d += kPanelColumns) {
       if (are_few()) ahead_.ask(divide_up(kAskedOfSums * kPanelColumns, s_.padded_values));
-      multiply(weights, kTilePositions, rows, values + d * kTilePairs, kTilePairs / kStepWords, false, sums + d, s_.sums_size, beside);
+      const Factors factors{weights, kTilePositions, values + d * kTilePairs, kTilePairs / kStepWords,
+                            tiles, stride, Base::tile_size(s_)};
+      multiply(factors, rows, false, sums + d, s_.sums_size);
     }
   }
 

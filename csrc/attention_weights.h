@@ -69,10 +69,12 @@ inline void rescale_rows(const AttentionShape& s, int64_t rows, const float* bef
   }
 }
 
-// Turns scores of up to Tile::kRows rows into weights, and rescales the sums to the running maximum. Each stage is a short loop,
-// so that the rows' chains overlap. kAll: every row sees the whole tile, and `seen` is not read.
-template <bool kAll, class Tile>
-void weigh_rows(const AttentionShape& s, const Tile& tile, int64_t rows, const SeenRange* seen, float* scores, float* sums) {
+// Turns scores of up to Tile::kRows rows into weights, and rescales the sums to the running maximum. Calls before_rescaling() first
+// if any sums are rescaled. Each stage is a short loop, so that the rows' chains overlap. kAll: every row sees the whole tile, and
+// `seen` is not read.
+template <bool kAll, class Tile, class F>
+void weigh_rows(const AttentionShape& s, const Tile& tile, int64_t rows, const SeenRange* seen, float* scores, float* sums,
+                const F& before_rescaling) {
   const int64_t stride = s.sums_size;
   constexpr int kPlaces = (Tile::kRows + kLanes - 1) / kLanes * kLanes;
   float before[kPlaces] = {}, maximum[kPlaces] = {};
@@ -83,7 +85,10 @@ void weigh_rows(const AttentionShape& s, const Tile& tile, int64_t rows, const S
     maximum[r] = mask_and_find_maximum<kAll>(tile, seen[kAll ? 0 : r], scores + r * kTilePositions, before[r]);
     rises = rises || maximum[r] != before[r];
   }
-  if (rises) rescale_rows(s, rows, before, maximum, sums);
+  if (rises) {
+    before_rescaling();
+    rescale_rows(s, rows, before, maximum, sums);
+  }
   for (int64_t r = 0; r < rows; ++r) {
     if (!kAll && seen[r].empty()) continue;
     float* sum = sums + r * stride + s.padded_values;
@@ -118,13 +123,13 @@ class CappedScores {
 };
 
 // weigh_rows, with the soft cap of the model if it has one.
-template <bool kAll, class Tile>
+template <bool kAll, class Tile, class F>
 void weigh_scores(const AttentionArgs& args, const AttentionShape& s, const Tile& tile, int64_t rows, const SeenRange* seen,
-                  float* scores, float* sums) {
+                  float* scores, float* sums, const F& before_rescaling) {
   if (args.softcap > 0.0f) {
-    weigh_rows<kAll>(s, CappedScores<Tile>(tile, args.softcap), rows, seen, scores, sums);
+    weigh_rows<kAll>(s, CappedScores<Tile>(tile, args.softcap), rows, seen, scores, sums, before_rescaling);
   } else {
-    weigh_rows<kAll>(s, tile, rows, seen, scores, sums);
+    weigh_rows<kAll>(s, tile, rows, seen, scores, sums, before_rescaling);
   }
 }
 

@@ -169,6 +169,28 @@ def test_attention_bits_are_equal_for_few_and_many_rows(compiled, generator, sof
             assert torch.equal(some, whole[first : first + count]), (first, count)
 
 
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 96])
+def test_attention_bits_are_equal_if_scores_rise_between_tiles(compiled, generator, head_dim, int8):
+    """Many rows add the values of several tiles together, except if the sums are rescaled between them."""
+    prompt = Prompt(400, 1, 2, head_dim, torch.bfloat16, generator, int8=int8)
+    prompt.q *= 4
+    prompt.history[:, 0] *= (1 + 2 * (torch.arange(400) // 64 % 2))[:, None, None]  # 3 in each second tile
+    whole = prompt.rows(compiled, 0, 400)
+    for row in (127, 128, 190, 255, 256, 300, 399):
+        assert torch.equal(prompt.rows(compiled, row, row + 1), whole[row : row + 1]), row
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_attention_bits_are_equal_for_more_heads_than_rows_of_a_task(single_threaded, generator, dtype):
+    prompt = Prompt(200, 1, 500, 32, dtype, generator)
+    whole = prompt.rows(single_threaded, 198, 200)
+    for heads in (slice(0, 7), slice(440, 470), slice(490, 500)):
+        some = Prompt(200, 1, 1, 32, dtype, generator)
+        some.q, some.history = prompt.q[:, heads], prompt.history
+        assert torch.equal(some.rows(single_threaded, 198, 200), whole.unflatten(1, (500, -1))[:, heads].flatten(1))
+
+
 @pytest.mark.parametrize("block_size", [1, 5, 32, 128])
 def test_attention_bits_are_equal_for_any_block_size(compiled, generator, block_size):
     prompt = Prompt(150, 2, 7, 64, torch.bfloat16, generator)
