@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import threading
+import time
 from types import SimpleNamespace
 
 import msgspec
@@ -10,7 +12,7 @@ import pytest
 from ray_nodes import needs_ray
 
 from octavo.errors import ConfigError
-from octavo.ray.messages import Order, Report
+from octavo.ray.messages import Kept, Order, Report
 
 pytestmark = needs_ray
 
@@ -35,6 +37,7 @@ class Fleet:
     def __init__(self, failure=None):
         self.calls, self.failure = [], failure
         self.urls, self.is_placed, self.was_ready, self.settled_at, self.size = ("http://a",), True, True, 0.0, 1
+        self.kept_words, self.resized_at = ("m",), 0.0
 
     def __getattr__(self, name):
         def note(*values):
@@ -44,6 +47,21 @@ class Fleet:
             return True
 
         return note
+
+
+class Cluster:
+    """A fake cluster. requested: Sizes for the autoscaler."""
+
+    num_threads, uses_gpu = 2, False
+
+    def __init__(self):
+        self.requested = []
+
+    def request(self, num_engines):
+        self.requested.append(num_engines)
+
+
+KEPT = Kept(("m",), 1, 2, uses_gpu=False)
 
 
 def settings(**changes):
@@ -56,9 +74,10 @@ def test_driver_carries_out_orders_reports_and_stops():
     from octavo.ray.driver import Driver
 
     channel = Channel(Order(reload=True), Order(silent="http://a"), Order(words=("n",)))
-    fleet = Fleet()
-    Driver(settings(), fleet, channel).run()
+    fleet, cluster = Fleet(), Cluster()
+    Driver(settings(), fleet, cluster, channel).run()
     names = [call for call in fleet.calls if call[0] != "step"]
+    assert cluster.requested == [0]
     assert names == [
         ("reload",),
         ("kill", "http://a"),
@@ -67,7 +86,7 @@ def test_driver_carries_out_orders_reports_and_stops():
         ("remove_ended",),
         ("remove_all",),
     ]
-    assert channel.reports == [Report(("http://a",), is_placed=True, was_ready=True)] * 4
+    assert channel.reports == [Report(("http://a",), is_placed=True, was_ready=True, kept=KEPT)] * 4
 
 
 def test_driver_ends_after_failure():
@@ -75,7 +94,7 @@ def test_driver_ends_after_failure():
 
     channel, fleet = Channel(None, None), Fleet()
     fleet.step = lambda *_: setattr(fleet, "failure", "no room")
-    Driver(settings(), fleet, channel).run()
+    Driver(settings(), fleet, Cluster(), channel).run()
     assert [report.failure for report in channel.reports] == ["no room"]
 
 
@@ -85,10 +104,53 @@ def test_driver_resizes_only_between_different_bounds(most, expected, monkeypatc
 
     monkeypatch.setattr(driver, "choose_size", lambda loads, size, since, limits: limits.max_replicas // 2)
     channel, fleet = Channel(None), Fleet()
-    made = driver.Driver(settings(max_replicas=most), fleet, channel)
+    made = driver.Driver(settings(max_replicas=most), fleet, Cluster(), channel)
     made._reader = SimpleNamespace(read=lambda urls, now: None, num_open=None)
     made.run()
     assert [call for call in fleet.calls if call[0] == "resize"] == expected
+
+
+@pytest.mark.parametrize(("wanted", "expected"), [(2, [("resize", 2)]), (4, [])])
+def test_driver_shrinks_but_does_not_grow_while_an_engine_has_no_room(wanted, expected, monkeypatch):
+    from octavo.ray import driver
+
+    monkeypatch.setattr(driver, "choose_size", lambda loads, size, since, limits: wanted)
+    channel, fleet = Channel(None), Fleet()
+    fleet.size, fleet.settled_at = 3, None
+    made = driver.Driver(settings(max_replicas=4), fleet, Cluster(), channel)
+    made._reader = SimpleNamespace(read=lambda urls, now: None, num_open=None)
+    made.run()
+    assert [call for call in fleet.calls if call[0] == "resize"] == expected
+
+
+def test_driver_continues_if_the_cluster_does_not_answer(monkeypatch, caplog):
+    from octavo.ray import driver
+
+    def fail(*_):
+        raise RuntimeError("no head")
+
+    monkeypatch.setattr(driver, "_RETRY_S", 0.0)
+    channel, fleet, cluster = Channel(None, Order(reload=True)), Fleet(), Cluster()
+    fleet.step = cluster.request = fail
+    driver.Driver(settings(), fleet, cluster, channel).run()
+    assert ("reload",) in fleet.calls
+    assert ("stop",) in fleet.calls
+    assert "the Ray cluster does not answer" in caplog.text
+    fleet.is_placed = False
+    with pytest.raises(RuntimeError, match="no head"):
+        driver.Driver(settings(), fleet, cluster, Channel(None)).run()
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_beats_continue_while_the_cluster_does_not_answer(monkeypatch, blocks):
+    from octavo.ray import driver
+
+    monkeypatch.setattr(driver, "_BEAT_S", 0.01)
+    fleet, beats = Fleet(), threading.Event()
+    fleet.beat = beats.set
+    fleet.step = (lambda *_: beats.wait(60.0)) if blocks else (lambda *_: time.sleep(0.1))
+    driver.Driver(settings(), fleet, Cluster(), Channel(None)).run()
+    assert beats.is_set()
 
 
 @pytest.mark.parametrize(

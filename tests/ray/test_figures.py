@@ -106,6 +106,9 @@ def test_metrics_are_fetched_with_key(engine):
     assert LoadReader(None).read([engine], 0.0) is None  # 401
 
 
-def test_unreachable_engine_gives_no_load(engine):
-    assert LoadReader("key").read([engine, "http://127.0.0.1:1"], 0.0) is None
+def test_load_without_an_unreachable_engine_is_not_complete(engine):
+    load = LoadReader("key").read([engine, "http://127.0.0.1:1"], 0.0)
+    assert (load.num_running, load.is_complete) == (3.0, False)
+    assert LoadReader("key").read([engine], 0.0).is_complete
+    assert LoadReader("key").read(["http://127.0.0.1:1"], 0.0) is None
     assert LoadReader("key").read([], 0.0) is None

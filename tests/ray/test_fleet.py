@@ -66,10 +66,10 @@ class Cluster:
 class Drill:
     """A fleet and its clock."""
 
-    def __init__(self, size=2, timeout_s=60.0):
+    def __init__(self, size=2, timeout_s=60.0, **options):
         self.now = 1000.0
         self.cluster = Cluster()
-        self.fleet = Fleet(self.cluster, ["old"], size, timeout_s, self.now)
+        self.fleet = Fleet(self.cluster, ["old"], size, timeout_s, self.now, **options)
         self.loads = {}
         self.step()
 
@@ -212,7 +212,7 @@ def test_missing_room_later_is_logged_once_per_timeout(ready, caplog):
 def test_drained_engine_is_unlisted_first_and_stopped_later(ready, caplog):
     caplog.set_level("INFO")
     ready.loads = {"http://e0": 3.0, "http://e1": 2.0}
-    ready.fleet.resize(1)
+    ready.fleet.resize(1, ready.now)
     ready.step()
     assert ready.cluster.requested == [2, 1]
     assert ready.fleet.urls == ("http://e0",)
@@ -235,14 +235,14 @@ def test_drained_engine_is_unlisted_first_and_stopped_later(ready, caplog):
 
 
 def test_growth_starts_engines_and_shrinking_removes_placeless_ones_first(ready):
-    ready.fleet.resize(4)
+    ready.fleet.resize(4, ready.now)
     ready.step()
     assert ready.names() == ["e0", "e1", "e2", "e3"]
     ready.cluster.engines[2].place()
-    ready.fleet.resize(3)
+    ready.fleet.resize(3, ready.now)
     ready.step()
-    assert ready.names() == ["e0", "e1", "e2", "e3"] or ready.names() == ["e0", "e1", "e2"]
-    assert ready.fleet.urls[:2] == ("http://e0", "http://e1")
+    assert ready.names() == ["e0", "e1", "e2"]
+    assert ready.fleet.urls == ("http://e0", "http://e1", "http://e2")
 
 
 def test_replacement_is_ready_before_an_old_engine_is_drained(ready):
@@ -315,6 +315,49 @@ def test_half_done_replacement_that_fails_is_undone(ready):
     assert [engine.words for engine in ready.cluster.running()] == [["old"], ["old"]]
 
 
+@pytest.mark.parametrize("is_fatal", [False, True])
+def test_engines_that_end_together_undo_a_replacement_once(ready, is_fatal):
+    ready.fleet.resize(4, ready.now)
+    ready.fleet.replace(["bad"])
+    for _ in range(3):
+        ready.step(100.0)
+        for engine in ready.cluster.running():
+            if engine.words == ["bad"]:
+                engine.end, engine.is_fatal = "status 1", is_fatal
+        ready.step()
+    assert all(engine.words == ["old"] for engine in ready.cluster.running())
+    assert ready.fleet.kept_words == ("old",)
+    assert ready.fleet.failure is None
+
+
+def test_replacement_waits_for_the_requests_of_a_drained_engine(ready):
+    ready.fleet.replace(["new"])
+    ready.step()
+    ready.get_ready()  # e2 is ready, one old engine is drained and has a long request
+    for _ in range(20):
+        ready.step(30.0)
+        assert len(ready.names()) == 3
+    assert ready.fleet.kept_words == ("old",)
+    drained = next(engine for engine in ready.cluster.engines if engine.is_unlisted)
+    drained.end = "it exited with status 0"
+    ready.step()
+    assert [engine.words for engine in ready.cluster.running()] == [["old"], ["new"], ["new"]]
+
+
+def test_drained_engine_that_does_not_stop_is_killed_once():
+    drill = Drill(drain_s=100.0)
+    drill.get_ready()
+    drill.fleet.resize(1, drill.now)
+    drill.step()
+    drained = next(engine for engine in drill.cluster.engines if engine.is_unlisted)
+    for _ in range(30):
+        drill.step(4.0)
+    assert drained.signals == [signal.SIGTERM]
+    for _ in range(10):
+        drill.step(4.0)
+    assert drained.signals == [signal.SIGTERM, signal.SIGKILL]
+
+
 def test_signals_reach_engines(ready, caplog):
     first, second = ready.cluster.engines
     ready.fleet.kill("http://e1")
@@ -324,9 +367,9 @@ def test_signals_reach_engines(ready, caplog):
     assert "e1 (http://e1) does not respond any more: killing it" in caplog.text
 
 
-def test_beats_are_sent_every_two_seconds(ready):
-    for _ in range(10):
-        ready.step(0.5)
+def test_beats_reach_all_engines(ready):
+    ready.fleet.beat()
+    ready.fleet.beat()
     assert [engine.num_beats for engine in ready.cluster.engines] == [2, 2]
 
 

@@ -34,6 +34,7 @@ SETTINGS = Settings(
     operator_key=None,
     timeout_s=1.0,
     stop_s=0.0,
+    drain_s=1.0,
     log_level="info",
     log_format="text",
 )
@@ -163,7 +164,6 @@ def test_orders_for_replicas(tmp_path):
         made.replace()
     words = ("n", "--seed", "1")
     assert orders(tmp_path) == [Order(reload=True), Order(silent="http://a"), Order(words=words)]
-    assert made._first.words == words  # of a restarted child
 
 
 def test_restarted_driver_may_lack_room(tmp_path, monkeypatch):
@@ -175,6 +175,30 @@ def test_restarted_driver_may_lack_room(tmp_path, monkeypatch):
     settings = [msgspec.json.decode(line, type=Settings) for line in path.read_text().splitlines()]
     assert [each.is_again for each in settings[:2]] == [False, True]
     assert settings[0] == SETTINGS
+
+
+def test_restarted_driver_takes_over_what_the_previous_one_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "_FIRST_PAUSE_S", 0.05)
+    path = tmp_path / "settings"
+    kept = WELL[:-1] + ',"kept":{"words":["kept"],"num_replicas":3,"num_threads":4,"uses_gpu":true}}'
+    program = f"import sys\nopen(sys.argv[1], 'a').write(input() + '\\n')\nprint('{kept}', flush=True)"
+    with playing(program, str(path), made=RayReplicas(SETTINGS, lambda: ["bad"])) as made:
+        made.replace()  # the driver reports the previous words until the replacement is complete
+        wait_until(lambda: path.exists() and path.read_text().count("\n") >= 2, "it has restarted")
+    again = msgspec.json.decode(path.read_text().splitlines()[1], type=Settings)
+    assert (again.words, again.num_replicas, again.num_threads, again.uses_gpu) == (("kept",), 3, 4, True)
+
+
+def test_order_to_an_ended_driver_is_reported(caplog):
+    RayReplicas(SETTINGS, lambda: ["n"]).replace()
+    assert "the replicas were not replaced: the process that uses Ray has ended; try again" in caplog.text
+
+
+def test_what_ray_prints_does_not_end_the_reading_of_reports(caplog):
+    program = f"print('hello', flush=True)\nprint('{WELL}', flush=True)\nimport sys\nsys.stdin.read()"
+    with playing(program) as made:
+        assert urls(made) == ["http://a"]
+    assert "the process that uses Ray has printed b'hello" in caplog.text
 
 
 def test_invalid_configuration_replaces_nothing(tmp_path, caplog):

@@ -103,6 +103,8 @@ def _on_ray(
         raise ConfigError(
             "--kv-events-config does not work with --launcher ray: engines of one node would share a port"
         )
+    if replicas.bounds[0] < replicas.bounds[1] and config.metrics_prefix == "vllm":
+        raise ConfigError("--max-replicas reads octavo's own metrics of the engines: use --metrics-prefix both")
     # Other machines can reach the engines, so that they need a key even if the router needs none.
     client_key = None if config.requires_key else secrets.token_urlsafe(32)
     operator_key = _operator_key(config)
@@ -122,6 +124,7 @@ def _on_ray(
         operator_key=operator_key or engine_key,
         timeout_s=replicas.ray_timeout_s,
         stop_s=config.grace_s,
+        drain_s=config.request_timeout_s,
         log_level=config.log_level,
         log_format=listen.log_format,
     )

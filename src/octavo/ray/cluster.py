@@ -73,6 +73,7 @@ class RayCluster:
             uses_gpu = any(resources.get("GPU") for resources in nodes)
         cpus = sorted((int(resources.get("CPU", 0)) for resources in nodes), reverse=True)
         num_threads = settings.num_threads or threads_each(cpus, settings.max_replicas)
+        self.num_threads, self.uses_gpu = num_threads, uses_gpu
         self.bundle = {"CPU": max(num_threads, settings.num_ranks)} | ({"GPU": 1} if uses_gpu else {})
         self._more = ["--num-threads", str(num_threads)]
         self._environment = settings.environment
@@ -172,6 +173,7 @@ class RayEngine:
         """Free the engine's place. Kills the engine if it runs."""
         with contextlib.suppress(RayError, ValueError):
             ray.kill(self._actor)
+        with contextlib.suppress(RayError, ValueError):
             remove_placement_group(self._group)
 
 

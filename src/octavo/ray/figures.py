@@ -53,13 +53,13 @@ class LoadReader:
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_NUM_THREADS, "octavo-figures"))
 
     def read(self, urls: Sequence[str], now: float) -> Load | None:
-        """Read the metrics of engines. Return None if an engine does not answer."""
+        """Read the metrics of engines. Return None if none answers."""
         texts = list(self._pool.map(lambda url: fetch(f"{url}/metrics", self.key, _TIMEOUT_S), urls))
         figures = {url: read_figures(text) for url, text in zip(urls, texts, strict=True) if text is not None}
-        return self.load(figures, now) if figures and len(figures) == len(urls) else None
+        return self.load(figures, now, is_complete=len(figures) == len(urls)) if figures else None
 
-    def load(self, figures: dict[str, Figures], now: float) -> Load:
-        """Return the load at a time. figures: Of each engine."""
+    def load(self, figures: dict[str, Figures], now: float, *, is_complete: bool = True) -> Load:
+        """Return the load at a time. figures: Of each engine that has answered. is_complete: All have."""
         self._queues = {url: queue for url, queue in self._queues.items() if url in figures}
         waits = [self._wait(url, each, now) for url, each in figures.items()]
         limits = [each.get(_LIMIT) for each in figures.values()]
@@ -68,6 +68,7 @@ class LoadReader:
             max(waits),
             sum(each.get(_RUNNING, 0.0) for each in figures.values()),
             None if None in limits else sum(limit for limit in limits if limit is not None),
+            is_complete,
         )
 
     def num_open(self, url: str) -> float:

@@ -14,7 +14,7 @@ from octavo.ray.messages import Channel, Report, Search
 from octavo.runtime import logs
 
 _LOOK_S = 0.5
-_ANSWER_S = 2.0
+_ANSWER_S = 0.5
 
 
 class Finder:
@@ -22,18 +22,25 @@ class Finder:
 
     def __init__(self) -> None:
         self._actors: dict[str, Any] = {}
+        self._asked: dict[str, Any] = {}
+        self._urls: dict[str, str | None] = {}
 
     def urls(self) -> tuple[str, ...]:
-        """Return the addresses of the engines that accept requests."""
+        """Return the addresses of the engines that accept requests. An engine keeps its address until it answers again."""
         names = {name for name in ray.util.list_named_actors() if name.startswith(NAME_PREFIX)}
         self._actors = {name: actor for name, actor in self._actors.items() if name in names}
         for name in names - self._actors.keys():
             with contextlib.suppress(ValueError):  # it has just ended
                 self._actors[name] = ray.get_actor(name)
-        asked = [actor.url.remote() for _, actor in sorted(self._actors.items())]
+        self._asked = {name: ref for name, ref in self._asked.items() if name in names}
+        self._urls = {name: url for name, url in self._urls.items() if name in names}
+        for name in self._actors.keys() - self._asked.keys():
+            self._asked[name] = self._actors[name].url.remote()
+        asked = list(self._asked.values())
         done, _ = ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_S) if asked else ([], [])
-        found = [self._url(ref) for ref in asked if ref in done]
-        return tuple(url for url in found if url is not None)
+        for name in [name for name, ref in self._asked.items() if ref in done]:
+            self._urls[name] = self._url(self._asked.pop(name))
+        return tuple(url for _, url in sorted(self._urls.items()) if url is not None)
 
     @staticmethod
     def _url(ref: Any) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -14,7 +15,7 @@ logger = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _MAX_FAILED_STARTS = 3
 _UNLISTED_S = 2.0  # until all routers have stopped sending to a drained engine
-_BEAT_S = 2.0
+_DRAIN_MARGIN_S = 30.0
 
 
 class Engine(Protocol):
@@ -53,6 +54,7 @@ class _Member:
     was_ready: bool = False
     drained_at: float | None = None
     is_told: bool = False  # to stop
+    is_killed: bool = False
 
 
 class Fleet:
@@ -60,20 +62,28 @@ class Fleet:
 
     failure: Why no engine can run, or None.
     is_placed: True after all first engines have found room. was_ready: True after an engine was ready.
-    settled_at: Since when exactly the wanted engines are ready, or None.
-    timeout_s: Time in which the first engines must find room.
+    settled_at: Since when exactly the wanted engines are ready, or None. resized_at: When `size` has changed.
+    timeout_s: Time in which the first engines must find room. drain_s: Time in which a drained engine must end.
     """
 
-    def __init__(self, cluster: Cluster, words: Sequence[str], size: int, timeout_s: float, now: float) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        words: Sequence[str],
+        size: int,
+        timeout_s: float,
+        now: float,
+        drain_s: float = math.inf,
+    ) -> None:
         self.failure: str | None = None
-        self._cluster, self._timeout_s = cluster, timeout_s
+        self._cluster, self._timeout_s, self._drain_s = cluster, timeout_s, drain_s
         self._words = self._previous = list(words)
         self._generation = 0
         self._members: list[_Member] = []
         self._pause_s, self._num_failed, self._starts_from = _FIRST_PAUSE_S, 0, now
-        self._beats_at = now
         self.is_placed = self.was_ready = False
         self.settled_at: float | None = None
+        self.resized_at = now
         self.size = size
         cluster.request(size)
 
@@ -82,12 +92,17 @@ class Fleet:
         """The addresses of engines that accept requests."""
         return tuple(member.engine.url for member in self._active() if member.engine.url is not None)
 
-    def resize(self, size: int) -> None:
+    @property
+    def kept_words(self) -> tuple[str, ...]:
+        """The command line that all engines have, or have had before the replacement in progress."""
+        return tuple(self._previous if self._old() else self._words)
+
+    def resize(self, size: int, now: float) -> None:
         """Change the wanted number of engines."""
         if size != self.size:
             logger.info("the number of replicas changes from %d to %d", self.size, size)
             self.size = size
-            self.settled_at = None
+            self.settled_at, self.resized_at = None, now
             self._cluster.request(size)
 
     def replace(self, words: Sequence[str]) -> None:
@@ -113,20 +128,19 @@ class Fleet:
     def step(self, now: float, load_of: Callable[[str], float]) -> None:
         """Look at all engines, and act. load_of: Returns the number of open requests of an address."""
         for member in list(self._members):
-            self._look(member, now)
+            if member in self._members:  # an ended engine may undo a replacement, which removes others
+                self._look(member, now)
         if self.failure is None:
             self._start_missing(now)
             self._drain_surplus(now, load_of)
             self._check_room(now)
         self._note_settled(now)
-        for member in self._members:
-            if member.drained_at is not None and not member.is_told and now - member.drained_at >= _UNLISTED_S:
-                member.is_told = True
-                member.engine.signal(signal.SIGTERM)
-        if now - self._beats_at >= _BEAT_S:
-            self._beats_at = now
-            for member in self._members:
-                member.engine.beat()
+        self._stop_drained(now)
+
+    def beat(self) -> None:
+        """Prove to all actors that this process runs. May be called by another thread."""
+        for member in list(self._members):
+            member.engine.beat()
 
     def stop(self) -> None:
         """Ask all engines to end."""
@@ -153,6 +167,17 @@ class Fleet:
     def _remove(self, member: _Member) -> None:
         self._members.remove(member)
         member.engine.remove()
+
+    def _stop_drained(self, now: float) -> None:
+        for member in self._members:
+            drained_s = 0.0 if member.drained_at is None else now - member.drained_at
+            if not member.is_told and drained_s >= _UNLISTED_S:
+                member.is_told = True
+                member.engine.signal(signal.SIGTERM)
+            if not member.is_killed and drained_s >= _UNLISTED_S + self._drain_s + _DRAIN_MARGIN_S:
+                logger.error("%s has not stopped in time: killing it", _name(member))
+                member.is_killed = True
+                member.engine.signal(signal.SIGKILL)
 
     def _look(self, member: _Member, now: float) -> None:
         engine = member.engine
@@ -207,7 +232,8 @@ class Fleet:
     def _start_missing(self, now: float) -> None:
         active, old = self._active(), self._old()
         are_new_ready = all(member.was_ready for member in active if member not in old)
-        wanted = self.size + (1 if old and are_new_ready else 0)
+        is_draining = len(active) < len(self._members)  # a drained engine keeps its place until its requests end
+        wanted = self.size + (1 if old and are_new_ready and not is_draining else 0)
         if now >= self._starts_from:
             for _ in range(wanted - len(active)):
                 engine = self._cluster.start(self._words)
@@ -218,8 +244,12 @@ class Fleet:
         num_surplus = len(active) - self.size
         if old and not all(member.was_ready for member in active if member not in old):
             return
-        order = sorted(active, key=lambda each: (each not in old, each.was_ready, load_of(each.engine.url or "")))
-        for member in order[: max(num_surplus, 0)]:
+
+        def order(each: _Member) -> tuple[bool, bool, bool, float]:
+            url = each.engine.url
+            return each not in old, url is not None, each.was_ready, 0.0 if url is None else load_of(url)
+
+        for member in sorted(active, key=order)[: max(num_surplus, 0)]:
             if member.engine.url is None:
                 self._remove(member)
             else:

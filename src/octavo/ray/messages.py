@@ -29,7 +29,7 @@ class Settings(msgspec.Struct, frozen=True):
     num_threads: Of an engine. None divides the CPUs of the nodes.
     uses_gpu: None means True if the cluster has GPUs.
     timeout_s: Limit on connecting, and on finding room for the first engines.
-    stop_s: Time in which a stopped engine's requests end.
+    stop_s: Time in which a stopped engine's requests end. drain_s: Likewise, of a replaced or surplus engine.
     is_again: True if an earlier driver had found room for all engines. Then missing room is no failure.
     """
 
@@ -46,6 +46,7 @@ class Settings(msgspec.Struct, frozen=True):
     operator_key: str | None
     timeout_s: float
     stop_s: float
+    drain_s: float
     log_level: str
     log_format: str
     is_again: bool = False
@@ -64,6 +65,15 @@ class Order(msgspec.Struct, frozen=True, omit_defaults=True):
     words: tuple[str, ...] | None = None
 
 
+class Kept(msgspec.Struct, frozen=True):
+    """The fields of `Settings` that a restarted driver takes over from the previous one."""
+
+    words: tuple[str, ...]
+    num_replicas: int
+    num_threads: int
+    uses_gpu: bool
+
+
 class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     """A message from the child process.
 
@@ -71,12 +81,14 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     is_placed: True if the cluster is connected, and all first engines have their place in it.
     was_ready: True if an engine was ready.
     failure: Why no engine can run.
+    kept: What a restarted child process must know.
     """
 
     urls: tuple[str, ...] = ()
     is_placed: bool = False
     was_ready: bool = False
     failure: str | None = None
+    kept: Kept | None = None
 
 
 Message = Search | Settings | Order

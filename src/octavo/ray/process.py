@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 10.0
 _CONNECT_S = 30.0  # Ray starts slowly
 _EXIT_S = 20.0
+_UNPLACED_EXIT_S = 5.0  # engines that have no place have no requests
 
 
 def check_ray_installed(option: str) -> None:
@@ -82,19 +83,23 @@ class RayProcess(Launcher):
         child = self._child
         if child is not None:
             _close_input(child)
-        self._thread.join(self._stop_s if self._is_placed else _FIRST_PAUSE_S)
+        self._thread.join(self._stop_s if self._is_placed else _UNPLACED_EXIT_S)
         if self._thread.is_alive() and child is not None:
             logger.warning("the process that uses Ray does not exit: killing it")
             child.kill()
             self._thread.join()
 
-    def send(self, message: Message) -> None:
-        """Send a message to the child process, if it runs."""
+    def send(self, message: Message) -> bool:
+        """Send a message to the child process. Return False if it has ended."""
         child = self._child
-        if child is not None and child.stdin is not None:
-            with contextlib.suppress(OSError, ValueError):  # it has ended
-                child.stdin.write(msgspec.json.encode(message) + b"\n")
-                child.stdin.flush()
+        if child is None or child.stdin is None:
+            return False
+        try:
+            child.stdin.write(msgspec.json.encode(message) + b"\n")
+            child.stdin.flush()
+        except (OSError, ValueError):
+            return False
+        return True
 
     def _run(self) -> None:
         pause_s = _FIRST_PAUSE_S
@@ -111,6 +116,9 @@ class RayProcess(Launcher):
             logger.error("%s; the next attempt is in %g s", failure, pause_s)
             self._is_stopping.wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _note(self, report: Report) -> None:
+        """Called with each report."""
 
     def _fail(self, failure: str) -> None:
         if self._is_placed:  # otherwise `__enter__` raises it
@@ -136,7 +144,12 @@ class RayProcess(Launcher):
             self.send(self._first)
             failure = None
             for line in child.stdout:
-                report = msgspec.json.decode(line, type=Report)
+                try:
+                    report = msgspec.json.decode(line, type=Report)
+                except msgspec.DecodeError:
+                    logger.warning("the process that uses Ray has printed %r", line)
+                    continue
+                self._note(report)
                 failure = report.failure
                 with self._changed:
                     self._urls = report.urls if failure is None else self._urls

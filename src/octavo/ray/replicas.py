@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 
 from octavo.errors import OctavoError
-from octavo.ray.messages import Order, Settings
+from octavo.ray.messages import Order, Report, Settings
 from octavo.ray.process import RayProcess
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ class RayReplicas(RayProcess):
         except OctavoError as error:
             logger.error("the replicas were not replaced: %s", error)  # noqa: TRY400 - the error says all
             return
-        self._first = self._settings = msgspec.structs.replace(self._settings, words=words)
-        self.send(Order(words=words))
+        if not self.send(Order(words=words)):
+            logger.error("the replicas were not replaced: the process that uses Ray has ended; try again")
 
     def __enter__(self) -> Self:
         """Start the engines. Raises `ConfigError` if they do not find room in time."""
@@ -56,11 +56,10 @@ class RayReplicas(RayProcess):
             signal.signal(signal.SIGUSR1, self._on_signal)
         return super().__enter__()
 
-    def _run_once(self) -> str:
-        failure = super()._run_once()
-        if self._is_placed:
-            self._first = self._settings = msgspec.structs.replace(self._settings, is_again=True)
-        return failure
+    def _note(self, report: Report) -> None:
+        if report.is_placed:
+            kept = {} if report.kept is None else msgspec.structs.asdict(report.kept)
+            self._first = self._settings = msgspec.structs.replace(self._settings, is_again=True, **kept)
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         threading.Thread(target=self.replace, name="octavo-replace", daemon=True).start()

@@ -22,12 +22,14 @@ class Load:
 
     queue_time_s: Time that a request waits for its first step.
     num_running, max_num_running: Requests in steps, and their limit. None if unknown.
+    is_complete: False if an engine has not answered.
     """
 
     at: float
     queue_time_s: float
     num_running: float
     max_num_running: float | None
+    is_complete: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,6 @@ def choose_size(loads: Sequence[Load], size: int, since: float, limits: ScalingL
 
 
 def _fits(load: Load, size: int, wanted_s: float) -> bool:
-    if load.queue_time_s > wanted_s / 2 or load.max_num_running is None:
+    if load.queue_time_s > wanted_s / 2 or load.max_num_running is None or not load.is_complete:
         return False
     return load.num_running <= _BUSY * load.max_num_running * (size - 1) / size
