@@ -131,8 +131,8 @@ def test_probes_use_routes_that_need_no_key(workload: Workload) -> None:
     paths = {name: container[name]["httpGet"]["path"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
     assert all(container[name]["httpGet"]["port"] == "http" for name in paths)
     # The router is up before its engines are.
-    start = "/ready" if workload.is_engine else "/health"
-    assert paths == {"startupProbe": start, "livenessProbe": "/health", "readinessProbe": "/ready"}
+    start = "/ready" if workload.is_engine else "/live"
+    assert paths == {"startupProbe": start, "livenessProbe": "/live", "readinessProbe": "/ready"}
     if workload.is_engine:
         assert container["startupProbe"]["periodSeconds"] * container["startupProbe"]["failureThreshold"] == 600
 
