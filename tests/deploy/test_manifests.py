@@ -77,7 +77,8 @@ def workloads() -> list[Workload]:
     [service] = of_kind("kserve/runtime.yaml", "InferenceService")
     [container] = runtime["spec"]["containers"]
     pod = {"volumes": runtime["spec"]["volumes"], **service["spec"]["predictor"]}
-    found.append(Workload("kserve/runtime.yaml", "kserve", {}, runtime["spec"]["annotations"], pod, container))
+    labels = {"serving.kserve.io/inferenceservice": service["metadata"]["name"], "component": "predictor"}  # by KServe
+    found.append(Workload("kserve/runtime.yaml", "kserve", labels, runtime["spec"]["annotations"], pod, container))
     return found
 
 
@@ -131,8 +132,8 @@ def test_probes_use_routes_that_need_no_key(workload: Workload) -> None:
     paths = {name: container[name]["httpGet"]["path"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
     assert all(container[name]["httpGet"]["port"] == "http" for name in paths)
     # The router is up before its engines are.
-    start = "/ready" if workload.is_engine else "/health"
-    assert paths == {"startupProbe": start, "livenessProbe": "/health", "readinessProbe": "/ready"}
+    start = "/ready" if workload.is_engine else "/live"
+    assert paths == {"startupProbe": start, "livenessProbe": "/live", "readinessProbe": "/ready"}
     if workload.is_engine:
         assert container["startupProbe"]["periodSeconds"] * container["startupProbe"]["failureThreshold"] == 600
 
@@ -206,14 +207,19 @@ def test_selectors_find_pods(file: str) -> None:
         assert all(port["targetPort"] == "http" for port in service["spec"]["ports"])
         covered |= {pod.name for pod in chosen}
     assert covered == {pod.name for pod in pods}
-    guarded: set[str] = set()
-    for policy in of_kind(file, "NetworkPolicy"):
-        guarded |= {
-            pod.name for pod in pods if policy["spec"]["podSelector"]["matchLabels"].items() <= pod.labels.items()
-        }
-        assert policy["spec"]["policyTypes"] == ["Ingress"]
-    insecure = {pod.name for pod in pods if "--insecure" in pod.arguments}
-    assert insecure <= guarded
+
+
+@every_workload
+def test_network_policy_guards_pods_without_keys(workload: Workload) -> None:
+    assert "--insecure" in workload.arguments
+    policies = [each["spec"] for each in of_kind(workload.file, "NetworkPolicy")]
+    [policy] = [each for each in policies if each["podSelector"]["matchLabels"].items() <= workload.labels.items()]
+    assert policy["policyTypes"] == ["Ingress"]
+    for rule in policy["ingress"]:
+        assert all(each.keys() <= {"podSelector", "namespaceSelector"} for each in rule["from"])
+        for each in rule["from"]:  # an empty selector of namespaces would admit the whole cluster
+            assert each.get("namespaceSelector", {"matchLabels": "any"})["matchLabels"]
+        assert all(port["port"] == "http" for port in rule.get("ports", []))
 
 
 def test_router_finds_both_engines_by_name_of_headless_service() -> None:

@@ -630,6 +630,18 @@ def test_startup_error_of_process_is_raised(options, error, text):
     engine.shutdown()
 
 
+@pytest.mark.turn(8)
+def test_pulse_ends_quietly_if_start_fails(tmp_path):
+    """Nothing receives the error, so the process needs a second to close its context. Its pulse beats in this time."""
+    launch = ipc.Launch(EngineConfig(), f"ipc://{tmp_path}/in", f"ipc://{tmp_path}/out")
+    command = [sys.executable, str(SCRIPT), msgspec.json.encode({"fail": True}).decode()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdin.write(ipc.encode_launch(launch))
+        process.stdin.flush()  # it stays open, as a parent's does
+        assert process.stderr.read() == b""
+        assert process.wait() == 1
+
+
 @pytest.mark.turn(12)
 def test_final_error_is_received_even_if_watcher_looks_late(monkeypatch):
     engine = make_remote(fail=True)

@@ -162,7 +162,7 @@ def test_s6_every_route_except_health_requires_key(tenants: Running) -> None:
                 bearer(KEYS["alice"][:-1]),
             ):
                 response = http.request(method, path, headers=headers, json={})
-                if path in {"/health", "/ready"}:
+                if path in {"/health", "/live", "/ready"}:
                     assert response.status_code == 200
                 else:
                     assert response.status_code == 401, (method, path)
@@ -280,7 +280,7 @@ def test_s21_rebound_host_name_is_refused(named: Running, host: str, status: int
         assert http.get("/v1/models", headers={"Host": host}).status_code == status
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready"])
+@pytest.mark.parametrize("path", ["/health", "/live", "/ready"])
 def test_health_probes_by_address_are_answered(named: Running, path: str) -> None:
     with named.http() as http:
         assert http.get(path, headers={"Host": "10.1.2.3:8000"}).status_code == 200

@@ -265,7 +265,7 @@ def test_connection_over_limit_answers_503_except_for_probes() -> None:
             assert answer.startswith(b"HTTP/1.1 503 ")
             assert b"too_many_connections" in answer
             assert b"Retry-After: 1\r\n" in answer
-        for path in (b"/health", b"/ready?x"):
+        for path in (b"/health", b"/live", b"/ready?x"):
             with connect(running) as third:
                 third.sendall(b"GET " + path + b" HTTP/1.1\r\nHost: x\r\n\r\n")
                 answer = read_all(third)  # returns because the server closes the connection

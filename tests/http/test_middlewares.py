@@ -122,8 +122,8 @@ def test_keyring_holds_api_key_or_keys_of_file(tmp_path: Path) -> None:
     assert Keyring.from_file(path).find(b"operator") is None
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready"])
-def test_health_and_ready_need_no_key(path: str) -> None:
+@pytest.mark.parametrize("path", ["/health", "/live", "/ready"])
+def test_health_checks_need_no_key(path: str) -> None:
     status, seen = keyed(path=path)
     assert (status, seen["state"]["tenant"]) == (200, EVERYBODY)
 

@@ -281,8 +281,7 @@ def test_unready_engine_receives_no_requests():
         answer = http.post("/v1/completions", json=CHAT)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_engine")
         assert "retry-after" in answer.headers
-        assert http.get("/ready").status_code == 503
-        assert http.get("/health").status_code == 200
+        assert [http.get(path).status_code for path in ("/health", "/live", "/ready")] == [503, 200, 503]
         one.is_ready = True
         routing.wait_ready(1)
         assert http.post("/v1/completions", json=CHAT).status_code == 200

@@ -180,6 +180,23 @@ def test_pending_pairs_without_usage_are_bounded(pair):
     assert decode.num_paired_in_vain == 1024
 
 
+@pytest.mark.parametrize("url", ["http://p", "http://d"])
+def test_requests_of_removed_engine_leave_no_state(url):
+    pool = EnginePool(LeastLoaded())
+    (prefill, decode), _ = pool.change(["http://p", "http://d"])
+    figures = PromptFigures(0.0, 0.0, 0)
+    pool.partners.ended_without_usage(prefill, decode, figures, 300, 300.0)
+    in_vain(pool.partners, prefill, decode, 0.0)
+    pool.change({"http://p", "http://d"} - {url})
+    for before in (None, figures):
+        pool.partners.ended_without_usage(prefill, decode, before, 300, 300.0)
+    pool.partners.ended(prefill, decode, 0.9, 0.0, 0.0)
+    in_vain(pool.partners, prefill, decode, 0.0)
+    assert not pool.partners._pairs
+    assert not any(pool.partners._unknown.values())
+    assert pool.partners._unknown.keys() <= set(pool.engines.values())
+
+
 @pytest.fixture(params=[None, PORT], ids=["store", "direct"])
 def stage(request):
     """A prefill and a decode engine for a router."""

@@ -111,7 +111,7 @@ def test_tgi_routes_work_and_unknown_routes_give_404(http):
 
 def test_router_serves_health_metrics_and_dashboard(routed, http):
     _, (first, second) = routed
-    for path in ("/health", "/ready"):
+    for path in ("/health", "/live", "/ready"):
         assert http.get(path).status_code == 200
         assert http.head(path).status_code == 200
     http.post("/v1/chat/completions", json=CHAT)
@@ -129,7 +129,7 @@ def test_router_serves_health_metrics_and_dashboard(routed, http):
 def test_router_paths_refuse_post_and_require_key(routed):
     """A request without a key reaches no engine, with any method."""
     with run_router(*(each.url for each in routed[1]), api_key="secret") as routing, routing.http() as http:
-        for path in ("/health", "/ready", "/metrics", "/v1/models", "/router"):
+        for path in ("/health", "/live", "/ready", "/metrics", "/v1/models", "/router"):
             answer = http.post(path, content=b"x" * 1000, headers={"Authorization": "Bearer secret"})
             assert answer.status_code == 405, path
         assert http.post("/health", content=b"x" * 1000).status_code == 405

@@ -234,7 +234,7 @@ def test_draining_server_answers_503_to_new_requests() -> None:
             executor.gate.clear()
             running.server.handle_exit(15, None)
             wait_until(lambda: _asked(running, "GET", "/ready").status_code == 503, "it is not ready")
-            assert _asked(running, "GET", "/health").status_code == 200
+            assert [_asked(running, "GET", path).status_code for path in ("/health", "/live")] == [200, 200]
             refused = [kept.get("/ready"), _asked(running, "GET", "/ready")]
             refused += [_asked(running, "POST", route, json=body) for route, body in BODIES]
             for answer in refused:

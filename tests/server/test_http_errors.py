@@ -292,7 +292,7 @@ def test_unknown_route_model_or_method_answers_404_or_405(http: httpx.Client) ->
 
 def test_health_ready_and_version_answer(http: httpx.Client) -> None:
     assert http.get("/health").status_code == 200
-    assert [http.head(path).status_code for path in ("/health", "/ready", "/version")] == [200, 200, 405]
+    assert [http.head(path).status_code for path in ("/health", "/live", "/ready", "/version")] == [200, 200, 200, 405]
     assert list(http.get("/version").json()) == ["version"]
 
 
@@ -401,7 +401,8 @@ def test_dead_engine_answers_503(monkeypatch: pytest.MonkeyPatch) -> None:
         executor.die = True
         message = check_error(http.post(COMPLETIONS, json={"prompt": "a"}), 503, None, "engine_dead")
         assert "secret" not in message
-        wait_until(lambda: http.get("/health").status_code == 503, "the health check knows")
+        wait_until(lambda: http.get("/live").status_code == 503, "the health check knows")
+        assert http.get("/health").status_code == 503
         for route, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {**HELLO, "stream": True})):
             response = http.post(route, json=body)
             check_error(response, 503, None, "engine_dead")
@@ -412,22 +413,23 @@ def test_engine_failing_to_restart_answers_503_with_retry_after() -> None:
     with run_server() as running, running.http() as http:
         engine = running.engine.client
         engine.retry_after_s, engine.num_failed_starts = 17.2, MAX_FAILED_STARTS - 1
-        assert http.get("/health").status_code == 200
+        assert http.get("/live").status_code == 200
         assert http.post(COMPLETIONS, json={"prompt": "a"}).status_code == 200
         engine.num_failed_starts += 1
-        for response in (http.get("/health"), http.get("/ready"), http.post(COMPLETIONS, json={"prompt": "a"})):
+        probes = [http.get(path) for path in ("/health", "/live", "/ready")]
+        for response in (*probes, http.post(COMPLETIONS, json={"prompt": "a"})):
             check_error(response, 503, None, "engine_dead")
             assert response.headers["retry-after"] == "18"
         engine.num_failed_starts = 0
-        assert http.get("/health").status_code == 200
+        assert [http.get(path).status_code for path in ("/health", "/live", "/ready")] == [200] * 3
 
 
 def test_restarting_engine_answers_503_with_retry_after(monkeypatch: pytest.MonkeyPatch) -> None:
     with run_server() as running, running.http() as http:
         monkeypatch.setattr(LocalCore, "is_ready", False)
         running.engine.client.retry_after_s = 4.5
-        assert http.get("/health").status_code == 200
-        for response in (http.get("/ready"), http.post(COMPLETIONS, json={"prompt": "a"})):
+        assert http.get("/live").status_code == 200
+        for response in (http.get("/health"), http.get("/ready"), http.post(COMPLETIONS, json={"prompt": "a"})):
             check_error(response, 503, None, "engine_restarting")
             assert response.headers["retry-after"] == "5"
 

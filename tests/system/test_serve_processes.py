@@ -80,7 +80,7 @@ def test_figure_4_killed_or_frozen_engine_restarts_with_reset_metrics(served, ki
         assert stream.events[-1] == "[DONE]"
         error = json.loads(stream.events[-2])["error"]
         assert (error["type"], error["code"]) == ("server_error", "engine_restarting")
-    assert served.http.get("/health").status_code == 200
+    assert served.http.get("/live").status_code == 200
     served.wait_until(lambda: figures(served)["octavo:engine_restarts_total"] == num_restarts + 1, 5)
     served.wait_for(served.is_ready)
     assert served.engine.pid != engine.pid

@@ -68,6 +68,7 @@ def run_core_process(build: Build) -> None:
         if not isinstance(error, OctavoError):  # the parent reports an `OctavoError`
             logger.exception("the engine cannot be built")
         news.send(ipc.encode(ipc.failure(error)))
+        pulse.stop()  # its socket belongs to the context
         context.destroy(linger=1000)
         sys.exit(1)
     requests = context.socket(zmq.PULL)
@@ -98,7 +99,7 @@ class Pulse:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread."""
+        """Stop the thread, and close its socket."""
         self._is_over.set()
         self._thread.join()
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from octavo.http.tenants import Keyring, Tenant
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/health", "/live", "/ready"})
 
 
 class ApiKeyMiddleware:

@@ -102,6 +102,7 @@ ROUTES = Routes(
     Route("/load", "loads:server_load", OPERATOR, methods=_GET, operators=METRICS),
     Route("/v1/loads", "loads:loads", SGLANG, methods=_GET, operators=METRICS),
     Route("/health", "operating:health", OPERATOR, methods=_PROBE),  # `wget --spider` and some balancers use HEAD
+    Route("/live", "operating:live", OPERATOR, methods=_PROBE),
     Route("/ready", "operating:ready", OPERATOR, methods=_PROBE),
     Route("/version", "operating:version", OPERATOR, methods=_GET),
     Route("/openapi.json", "openapi:openapi", OPERATOR, methods=_GET),

@@ -37,7 +37,8 @@ class _ModelList(msgspec.Struct):
 def create_app(service: RouterService, routes: Routes = ROUTES) -> Starlette:
     """Make the application."""
     local_routes = [
-        Route("/health", _health),
+        Route("/health", partial(_health, service)),
+        Route("/live", _live),
         Route("/ready", partial(_ready, service)),
         Route("/metrics", partial(_metrics, service)),
         Route("/v1/models", partial(_models, service, "data", "id", {"object": "list"})),
@@ -56,7 +57,12 @@ def make_router(service: RouterService, *, max_connections: int = MAX_CONNECTION
     return http_server(create_app(service), service, max_connections=max_connections)
 
 
-async def _health(_request: Request) -> Response:
+async def _health(service: RouterService, _request: Request) -> Response:
+    service.check_engine()
+    return Response()
+
+
+async def _live(_request: Request) -> Response:
     return Response()
 
 

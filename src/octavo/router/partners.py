@@ -85,20 +85,26 @@ class Partners:
     def ended(
         self, prefill: EngineHandle, decode: EngineHandle, found_share: float, known_share: float, now: float
     ) -> None:
-        """Record a request's end.
+        """Record a request's end. Does nothing if an engine was removed.
 
         found_share: Share of the prompt that `decode` did not compute.
         known_share: Share that was expected in the cache of `decode`.
         """
-        has_arrived = found_share - known_share >= _LEAST_SHARE * (1 - known_share)
-        self._note(prefill, decode, now, has_arrived=has_arrived)
+        if prefill.is_member and decode.is_member:
+            has_arrived = found_share - known_share >= _LEAST_SHARE * (1 - known_share)
+            self._note(prefill, decode, now, has_arrived=has_arrived)
 
     def ended_without_usage(
         self, prefill: EngineHandle, decode: EngineHandle, before: PromptFigures | None, num_tokens: int, num_new: float
     ) -> None:
-        """Store an ended request until the next `figures_read`. Arguments: See `_Unknown`."""
+        """Store an ended request until the next `figures_read`. Does nothing if an engine was removed.
+
+        Arguments: See `_Unknown`.
+        """
+        if before is None or not (prefill.is_member and decode.is_member):
+            return
         unknown = self._unknown.setdefault(decode, [])
-        if before is not None and len(unknown) < _MAX_UNKNOWN:
+        if len(unknown) < _MAX_UNKNOWN:
             unknown.append(_Unknown(prefill, before, num_tokens, num_new))
 
     def figures_read(self, decode: EngineHandle, now: float) -> None:

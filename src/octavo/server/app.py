@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
 
 def create_app(service: Service, routes: Routes = ROUTES) -> Starlette:
-    """Return the ASGI application. If API keys are configured, every route except /health and /ready requires a key.
+    """Return the ASGI application.
+
+    If API keys are configured, every route except /health, /live and /ready requires a key.
 
     Raises `ImportError` or `AttributeError` if a route has no endpoint.
     """

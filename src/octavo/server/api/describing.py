@@ -22,7 +22,8 @@ _LINKS = {
     "/openapi.json": "all routes, as an OpenAPI document",
     "/server_info": "the configuration of this server",
     "/metrics": "metrics for Prometheus",
-    "/health": "whether this process is alive",
+    "/health": "whether the engine can serve requests",
+    "/live": "whether this process is alive",
     "/ready": "whether requests are accepted",
 }
 _PAGE = """<!DOCTYPE html>

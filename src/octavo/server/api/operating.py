@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 
 @endpoint()
 async def health(service: Service, _http_request: Request) -> Response:
+    """Return status 200 while the engine can serve requests."""
+    service.check_engine()
+    return Response()
+
+
+@endpoint()
+async def live(service: Service, _http_request: Request) -> Response:
     """Return status 200 unless this process must be restarted."""
     service.check_alive()
     return Response()
