@@ -81,7 +81,7 @@ def tokens_of(answers):
     return [(each.turn, each.num_prompt_tokens, each.token_ids) for each in answers]
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
 def test_conversations_have_equal_tokens(alone, way):
     llm = make_llm(way.method, **way.options)

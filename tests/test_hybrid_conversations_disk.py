@@ -13,7 +13,7 @@ __all__ = ["alone"]  # fixture
 pytestmark = needs_kernels
 
 
-@pytest.mark.turn(4)
+@pytest.mark.turn(8)
 @pytest.mark.parametrize("method", ["none", "suffix"])
 def test_restarted_engine_loads_states_from_disk_and_gives_equal_tokens(alone, tmp_path, monkeypatch, method):
     monkeypatch.setattr("octavo.core.transfer_cost.TransferCost.is_worth_loading", lambda *_: True)

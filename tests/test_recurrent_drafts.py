@@ -41,7 +41,7 @@ def test_all_drafts_are_right_if_weights_are_not_rounded(models, name, num_draft
     assert drafts.num_accepted_tokens == drafts.num_draft_tokens >= 40
 
 
-@pytest.mark.sweep(18)
+@pytest.mark.sweep(36)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("schedule", DRAFTED, ids=lambda schedule: schedule.name)

@@ -107,6 +107,7 @@ def talk(engine, told, check=lambda: None):
     return said
 
 
+@pytest.mark.turn(4)
 def test_a_thousand_conversations_keep_memory_steady_and_find_prefixes(checkpoint):
     engine = engine_of(checkpoint, CacheConfig(num_gpu_blocks=60, block_size=8), max_num_seqs=8)
     scheduler, capacity, log = engine.core.scheduler, engine.capacity, EventLog()

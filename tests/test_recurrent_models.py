@@ -97,7 +97,7 @@ def alone(models):
     return run
 
 
-@pytest.mark.sweep(20)
+@pytest.mark.sweep(40)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4", "bfloat16 with int8 KV"])
 @pytest.mark.parametrize(("schedule", "method"), SCHEDULES_AND_METHODS)

@@ -145,7 +145,7 @@ def alone(checkpoints):
     return run
 
 
-@pytest.mark.sweep(48)
+@pytest.mark.sweep(96)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("family", [DELTA, CONV, MIXTURE, GRANITE, NEMOTRON])

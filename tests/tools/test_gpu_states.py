@@ -43,6 +43,7 @@ def test_rows_have_equal_bits_in_all_steps(check):
     assert entries == {f"{name} torch.float32": {"is_equal": True} for name in ("short_conv", "gated_delta", "mamba2")}
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("mistake", "detected_by"),
     [

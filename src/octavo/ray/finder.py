@@ -26,7 +26,7 @@ class Finder:
         self._urls: dict[str, str | None] = {}
 
     def urls(self) -> tuple[str, ...]:
-        """Return the addresses of the engines that accept requests. An engine keeps its address until it answers again."""
+        """Return the addresses of the engines that accept requests. Without an answer an engine keeps its address."""
         names = {name for name in ray.util.list_named_actors() if name.startswith(NAME_PREFIX)}
         self._actors = {name: actor for name, actor in self._actors.items() if name in names}
         for name in names - self._actors.keys():
