@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 from dataclasses import asdict, replace
@@ -26,6 +27,7 @@ def doctor(monkeypatch):
     cpu = pytest.importorskip("octavo.kernels.cpu")
     module = pytest.importorskip("octavo.worker.machine_report")
     monkeypatch.setattr(module, "cold_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(pytest.importorskip("octavo.worker.attention_report"), "cold_bytes", lambda: 1 << 20)
     little = functools.partialmethod(cpu.CpuKernels.measure_limits, num_bytes=1 << 22, rounds=1)
     monkeypatch.setattr(cpu.CpuKernels, "measure_limits", little)
 
@@ -53,6 +55,15 @@ def test_doctor_report_has_consistent_figures(doctor):
         shares = product["ops_per_s"] / peak, product["bytes_per_s"] / report["limits"]["bytes_read"]
         assert product["of_limit"] == pytest.approx(max(shares))
     assert all(0 < check["error"] < 0.02 for check in report["checks"])
+    assert [(each["kv"], each["positions"], each["rows"]) for each in report["attention"]] == list(
+        itertools.product(["bfloat16", "int8"], [1024, 8192], [1, 512])
+    )
+    for each in report["attention"]:
+        seen = sum(range(each["positions"] - each["rows"] + 1, each["positions"] + 1))
+        work = 4 * seen * each["num_heads"] * each["head_dim"]
+        assert each["ops_per_s"] == pytest.approx(work / each["seconds"])
+        row_bytes = each["head_dim"] + 4 if each["kv"] == "int8" else 2 * each["head_dim"]
+        assert each["num_bytes"] == 2 * each["positions"] * each["num_kv_heads"] * row_bytes
 
 
 @pytest.mark.turn(12)

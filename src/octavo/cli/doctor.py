@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
     from octavo.kernels.limits import Limits
+    from octavo.worker.attention_report import Attention
     from octavo.worker.machine_report import Report
 
 Model = Annotated[
@@ -144,6 +146,10 @@ def show(report: Report) -> None:
             f"{each.ops_per_s / 1e9:.0f} G/s {each.bytes_per_s / 1e9:.1f} GB/s {each.of_limit:4.0%}" for each in found
         )
         typer.echo(f"{shape:26}{check.precision:9}" + "".join(f"{cell:>26}" for cell in cells))
+    for attention_shape, timed in itertools.groupby(
+        report.attention, lambda each: (each.num_heads, each.num_kv_heads, each.head_dim, each.kv)
+    ):
+        show_attention(attention_shape, list(timed))
     typer.echo("G/s: operations; %: of the nearer limit, arithmetic or memory")
     if any(product.of_limit > _IMPLAUSIBLE_SHARE for product in report.products):
         typer.echo(
@@ -161,6 +167,21 @@ def show(report: Report) -> None:
         worst = max(check.error for check in report.checks if check.precision == precision)
         note = "" if "float" in precision else " (activations are rounded)"
         typer.echo(f"error      {precision}: at most {worst:.1e} of the result{note}")
+
+
+def show_attention(shape: tuple[int, int, int, str], found: list[Attention]) -> None:
+    """Print the figures of one shape: (num_heads, num_kv_heads, head_dim, kv)."""
+    num_heads, num_kv_heads, head_dim, kv = shape
+    typer.echo(f"attention of {num_heads} heads of {head_dim} over {num_kv_heads} KV heads, KV in {kv}")
+    for rows, of_rows in itertools.groupby(sorted(found, key=lambda each: each.rows), lambda each: each.rows):
+        cells = (
+            f"{each.positions} positions: {each.ops_per_s / 1e9:.0f} G/s {each.bytes_per_s / 1e9:.1f} GB/s "
+            f"{each.of_limit:4.0%}"
+            for each in of_rows
+        )
+        typer.echo(
+            f"  {f'last {rows} tokens' if rows > 1 else 'last token':17}" + "".join(f"{cell:>44}" for cell in cells)
+        )
 
 
 def describe(limits: Limits) -> str:

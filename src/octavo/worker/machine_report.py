@@ -1,4 +1,4 @@
-"""Measures a machine and matrix products with compiled kernels."""
+"""Measures a machine, matrix products and attention with compiled kernels."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from octavo.models.attention import AttentionTensors
 from octavo.models.experts import ExpertsConfig, ExpertsTensors
 from octavo.models.gated_mlp import GatedMLPTensors
 from octavo.models.latent_attention import LatentAttentionTensors
+from octavo.worker.attention_report import Attention, attention_shapes, measure_attention
 from octavo.worker.memory import free_bytes
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from octavo.kernels.quantization import QuantizedWeight
     from octavo.models.architecture import Architecture
     from octavo.models.declared import Linear
+    from octavo.worker.attention_report import AttentionTiming
 
 ROWS = (1, 8, 32, 512)
 _ROUNDS = 7
@@ -104,7 +106,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The results of an examination.
+    """The results of an examination. attention: only of layers with paged attention over keys and values.
 
     limits_each: the processor's limits, measured before the matrix products and again after them. limits: for each
     rate, the higher of both. best_limits: like `limits`, with the best instruction set.
@@ -121,6 +123,7 @@ class Report:
     limits_each: tuple[Limits, Limits]
     best_limits: Limits
     products: list[Product]
+    attention: list[Attention]
     checks: list[Check]
 
     @property
@@ -141,7 +144,7 @@ def examine(
     precisions: tuple[str, ...],
     progress: Callable[[str], None] = lambda _text: None,
 ) -> Report:
-    """Measure the processor's limits and the model's matrix products, and check exactness.
+    """Measure the processor's limits, the model's matrix products and its attention, and check exactness of products.
 
     precisions: dtypes, "int8", "int4" (without lm_head), "int4_all", or kinds of GGUF blocks. Raises `ConfigError` if
     no kernels for `isa` are compiled, or a precision is impossible for all matrices.
@@ -177,6 +180,11 @@ def examine(
                 progress(f"{precision} {name}")
                 checks.append(_check_experts(name, shape, precision, kernels, one_thread))
                 timings += _measure_experts(name, shape, precision, kernels)
+        kv_types = dict.fromkeys(("float32" if architecture.dtype == "float32" else "bfloat16", "int8"))
+        attentions: list[AttentionTiming] = []
+        for attention_shape, kv in itertools.product(attention_shapes(architecture), kv_types):
+            progress(f"attention, KV in {kv}")
+            attentions += measure_attention(attention_shape, kv, kernels)
         progress("limits of the machine, again")
         limits_after, best_after = _measure_limits(kernels, best)
     finally:
@@ -194,6 +202,7 @@ def examine(
         limits_each=(limits_before, limits_after),
         best_limits=best_before.best(best_after),
         products=[Product.of(timing, limits) for timing in timings],
+        attention=[Attention.of(timing, limits) for timing in attentions],
         checks=checks,
     )
 
