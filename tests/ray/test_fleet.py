@@ -241,8 +241,12 @@ def test_growth_starts_engines_and_shrinking_removes_placeless_ones_first(ready)
     ready.cluster.engines[2].place()
     ready.fleet.resize(3)
     ready.step()
-    assert ready.names() == ["e0", "e1", "e2", "e3"] or ready.names() == ["e0", "e1", "e2"]
-    assert ready.fleet.urls[:2] == ("http://e0", "http://e1")
+    assert ready.names() == ["e0", "e1", "e2"]
+    assert ready.fleet.urls == ("http://e0", "http://e1", "http://e2")
+    ready.fleet.resize(2)
+    ready.step()
+    assert ready.fleet.urls == ("http://e0", "http://e1")
+    assert ready.cluster.engines[2].is_unlisted
 
 
 def test_replacement_is_ready_before_an_old_engine_is_drained(ready):
@@ -313,6 +317,24 @@ def test_half_done_replacement_that_fails_is_undone(ready):
             if signal.SIGTERM in engine.signals:
                 engine.end = "it exited with status 0"
     assert [engine.words for engine in ready.cluster.running()] == [["old"], ["old"]]
+
+
+def test_engines_that_end_together_end_a_replacement_once(caplog):
+    drill = Drill(3)
+    drill.get_ready()
+    drill.fleet.replace(["bad"])
+    drill.step()
+    drill.cluster.engines[1].end = drill.cluster.engines[2].end = "node lost"
+    drill.step()
+    drill.step(5.0)
+    assert drill.names() == ["e0", "e3", "e4"]
+    for engine in drill.cluster.engines[3:]:
+        engine.end, engine.is_fatal = "other version", True
+    drill.step()
+    assert drill.names() == ["e0"]
+    assert caplog.text.count("the previous options stay") == 1
+    drill.step(60.0)
+    assert [engine.words for engine in drill.cluster.running()] == [["old"]] * 3
 
 
 def test_signals_reach_engines(ready, caplog):

@@ -113,7 +113,8 @@ class Fleet:
     def step(self, now: float, load_of: Callable[[str], float]) -> None:
         """Look at all engines, and act. load_of: Returns the number of open requests of an address."""
         for member in list(self._members):
-            self._look(member, now)
+            if member in self._members:  # the end of another one may have removed it
+                self._look(member, now)
         if self.failure is None:
             self._start_missing(now)
             self._drain_surplus(now, load_of)
@@ -151,8 +152,9 @@ class Fleet:
         return [member for member in self._members if member.drained_at is None]
 
     def _remove(self, member: _Member) -> None:
-        self._members.remove(member)
-        member.engine.remove()
+        if member in self._members:
+            self._members.remove(member)
+            member.engine.remove()
 
     def _look(self, member: _Member, now: float) -> None:
         engine = member.engine
@@ -218,8 +220,12 @@ class Fleet:
         num_surplus = len(active) - self.size
         if old and not all(member.was_ready for member in active if member not in old):
             return
-        order = sorted(active, key=lambda each: (each not in old, each.was_ready, load_of(each.engine.url or "")))
-        for member in order[: max(num_surplus, 0)]:
+
+        def rank(member: _Member) -> tuple[bool, bool, bool, float]:
+            url = member.engine.url
+            return member not in old, member.was_ready, url is not None, load_of(url or "")
+
+        for member in sorted(active, key=rank)[: max(num_surplus, 0)]:
             if member.engine.url is None:
                 self._remove(member)
             else:
