@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from octavo.ray.fleet import Fleet
+from octavo.ray.fleet import Fleet, FleetLimits
 
 
 class Engine:
@@ -69,7 +69,8 @@ class Drill:
     def __init__(self, size=2, timeout_s=60.0):
         self.now = 1000.0
         self.cluster = Cluster()
-        self.fleet = Fleet(self.cluster, ["old"], size, timeout_s, self.now)
+        limits = FleetLimits(timeout_s=timeout_s, drain_s=100.0)
+        self.fleet = Fleet(self.cluster, ["old"], size, limits, self.now)
         self.loads = {}
         self.step()
 
@@ -296,6 +297,53 @@ def test_replacement_without_room_keeps_old_engines(ready, caplog):
     assert ready.names() == ["e0", "e1"]
     ready.step(60.0)
     assert ready.names() == ["e0", "e1"]
+
+
+def test_replacement_waits_for_the_place_of_a_drained_engine(ready, caplog):
+    ready.fleet.replace(["new"])
+    ready.step()
+    ready.get_ready()
+    drained = next(engine for engine in ready.cluster.engines if engine.is_unlisted)
+    for _ in range(100):  # a long request
+        ready.step(1.0)
+    assert [engine.words for engine in ready.cluster.running()] == [["old"], ["old"], ["new"], ["new"]]
+    assert "no node has room" not in caplog.text
+    drained.end = "it exited with status 0"
+    ready.step()
+    ready.step(59.0)
+    ready.get_ready()
+    ready.step(3.0)
+    for engine in ready.cluster.running():
+        if signal.SIGTERM in engine.signals:
+            engine.end = "it exited with status 0"
+    ready.step()
+    assert [engine.words for engine in ready.cluster.running()] == [["new"], ["new"]]
+
+
+def test_replacement_without_room_ends_after_the_place_of_a_drained_engine_is_free(ready, caplog):
+    ready.fleet.replace(["new"])
+    ready.step()
+    ready.get_ready()
+    ready.step(50.0)
+    next(engine for engine in ready.cluster.engines if engine.is_unlisted).end = "it exited with status 0"
+    ready.step(59.0)
+    assert "no node has room" not in caplog.text
+    ready.step(60.0)
+    assert "no node has room for e3" in caplog.text
+    assert "the previous options stay" in caplog.text
+
+
+def test_drained_engine_that_does_not_end_is_killed(ready, caplog):
+    ready.fleet.resize(1)
+    ready.step()
+    drained = next(engine for engine in ready.cluster.engines if engine.is_unlisted)
+    ready.step(2.0)
+    ready.step(129.9)
+    assert drained.signals == [signal.SIGTERM]
+    ready.step(0.1)
+    ready.step(10.0)
+    assert drained.signals == [signal.SIGTERM, signal.SIGKILL]
+    assert "has not stopped 132 s after it was drained: killing it" in caplog.text
 
 
 def test_half_done_replacement_that_fails_is_undone(ready):

@@ -34,6 +34,7 @@ SETTINGS = Settings(
     operator_key=None,
     timeout_s=1.0,
     stop_s=0.0,
+    drain_s=0.0,
     log_level="info",
     log_format="text",
 )

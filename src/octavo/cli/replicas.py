@@ -122,6 +122,7 @@ def _on_ray(
         operator_key=operator_key or engine_key,
         timeout_s=replicas.ray_timeout_s,
         stop_s=config.grace_s,
+        drain_s=config.request_timeout_s,
         log_level=config.log_level,
         log_format=listen.log_format,
     )

@@ -11,7 +11,7 @@ import time
 from octavo.errors import ConfigError
 from octavo.ray.cluster import RayCluster, connect, disconnect
 from octavo.ray.figures import LoadReader
-from octavo.ray.fleet import Fleet
+from octavo.ray.fleet import Fleet, FleetLimits
 from octavo.ray.messages import Channel, Order, Report, Settings
 from octavo.ray.scaling import DOWN_AFTER_S, Load, ScalingLimits, choose_size
 from octavo.runtime import logs
@@ -77,7 +77,8 @@ def main() -> None:
         channel.report(Report(failure=str(error)))
         return
     cluster = RayCluster(settings)
-    fleet = Fleet(cluster, settings.words, settings.num_replicas, settings.timeout_s, time.monotonic())
+    limits = FleetLimits(timeout_s=settings.timeout_s, drain_s=settings.drain_s)
+    fleet = Fleet(cluster, settings.words, settings.num_replicas, limits, time.monotonic())
     fleet.is_placed = settings.is_again
     try:
         Driver(settings, fleet, channel).run()

@@ -15,6 +15,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _MAX_FAILED_STARTS = 3
 _UNLISTED_S = 2.0  # until all routers have stopped sending to a drained engine
 _BEAT_S = 2.0
+_DRAIN_MARGIN_S = 30.0  # an engine needs some of it for its own end
 
 
 class Engine(Protocol):
@@ -43,16 +44,32 @@ class Cluster(Protocol):
     def room(self) -> str: ...  # noqa: D102
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetLimits:
+    """Times after which a fleet acts.
+
+    timeout_s: For finding room, while no drained engine holds a place.
+    drain_s: In which the requests of a drained engine end. Some time later the engine is killed.
+    """
+
+    timeout_s: float
+    drain_s: float
+
+
 @dataclass(slots=True, eq=False)
 class _Member:
-    """An engine of the fleet. generation: Counts changes of the engines' options."""
+    """An engine of the fleet.
+
+    generation: Counts changes of the engines' options. waits_from: Since when it lacks a place that it could have.
+    """
 
     engine: Engine
     generation: int
-    begun_at: float
+    waits_from: float
     was_ready: bool = False
     drained_at: float | None = None
     is_told: bool = False  # to stop
+    is_killed: bool = False
 
 
 class Fleet:
@@ -61,12 +78,11 @@ class Fleet:
     failure: Why no engine can run, or None.
     is_placed: True after all first engines have found room. was_ready: True after an engine was ready.
     settled_at: Since when exactly the wanted engines are ready, or None.
-    timeout_s: Time in which the first engines must find room.
     """
 
-    def __init__(self, cluster: Cluster, words: Sequence[str], size: int, timeout_s: float, now: float) -> None:
+    def __init__(self, cluster: Cluster, words: Sequence[str], size: int, limits: FleetLimits, now: float) -> None:
         self.failure: str | None = None
-        self._cluster, self._timeout_s = cluster, timeout_s
+        self._cluster, self._limits = cluster, limits
         self._words = self._previous = list(words)
         self._generation = 0
         self._members: list[_Member] = []
@@ -120,10 +136,7 @@ class Fleet:
             self._drain_surplus(now, load_of)
             self._check_room(now)
         self._note_settled(now)
-        for member in self._members:
-            if member.drained_at is not None and not member.is_told and now - member.drained_at >= _UNLISTED_S:
-                member.is_told = True
-                member.engine.signal(signal.SIGTERM)
+        self._stop_drained(now)
         if now - self._beats_at >= _BEAT_S:
             self._beats_at = now
             for member in self._members:
@@ -233,22 +246,38 @@ class Fleet:
                 member.engine.drain()
                 logger.info("%s is drained", _name(member))
 
+    def _stop_drained(self, now: float) -> None:
+        for member in self._members:
+            if member.drained_at is None:
+                continue
+            drained_s = now - member.drained_at
+            if not member.is_told and drained_s >= _UNLISTED_S:
+                member.is_told = True
+                member.engine.signal(signal.SIGTERM)
+            if not member.is_killed and drained_s >= _UNLISTED_S + self._limits.drain_s + _DRAIN_MARGIN_S:
+                member.is_killed = True
+                logger.error("%s has not stopped %g s after it was drained: killing it", _name(member), drained_s)
+                member.engine.signal(signal.SIGKILL)
+
     def _check_room(self, now: float) -> None:
         placeless = [member for member in self._active() if member.engine.url is None]
         if not self.is_placed:
             self.is_placed = len(self._active()) >= self.size and not placeless
-        late = [member for member in placeless if now - member.begun_at >= self._timeout_s]
+        if len(self._active()) < len(self._members):  # a drained engine frees its place later
+            for member in placeless:
+                member.waits_from = now
+        late = [member for member in placeless if now - member.waits_from >= self._limits.timeout_s]
         if not late:
             return
         why = f"no node has room for {late[0].engine.name}: it needs {self._needs()}; {self._cluster.room()}"
         if not self.is_placed:
-            self.failure = f"{why} (after {self._timeout_s:g} s)"
+            self.failure = f"{why} (after {self._limits.timeout_s:g} s)"
         elif self._old():
             self._undo(why)
         else:
             logger.warning("%s", why)
             for member in late:
-                member.begun_at = now
+                member.waits_from = now
 
     def _needs(self) -> str:
         return " and ".join(f"{number} {kind}s" for kind, number in self._cluster.bundle.items())

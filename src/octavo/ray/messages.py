@@ -29,7 +29,8 @@ class Settings(msgspec.Struct, frozen=True):
     num_threads: Of an engine. None divides the CPUs of the nodes.
     uses_gpu: None means True if the cluster has GPUs.
     timeout_s: Limit on connecting, and on finding room for the first engines.
-    stop_s: Time in which a stopped engine's requests end.
+    stop_s: Time in which the requests of all engines end when the command stops.
+    drain_s: Time in which the requests of a drained engine end.
     is_again: True if an earlier driver had found room for all engines. Then missing room is no failure.
     """
 
@@ -46,6 +47,7 @@ class Settings(msgspec.Struct, frozen=True):
     operator_key: str | None
     timeout_s: float
     stop_s: float
+    drain_s: float
     log_level: str
     log_format: str
     is_again: bool = False
