@@ -10,7 +10,7 @@ import pytest
 from ray_nodes import needs_ray
 
 from octavo.errors import ConfigError
-from octavo.ray.messages import Order, Report
+from octavo.ray.messages import Order, Report, Restart
 
 pytestmark = needs_ray
 
@@ -35,6 +35,7 @@ class Fleet:
     def __init__(self, failure=None):
         self.calls, self.failure = [], failure
         self.urls, self.is_placed, self.was_ready, self.settled_at, self.size = ("http://a",), True, True, 0.0, 1
+        self.words, self.is_replacing = ("n",), True
 
     def __getattr__(self, name):
         def note(*values):
@@ -67,7 +68,9 @@ def test_driver_carries_out_orders_reports_and_stops():
         ("remove_ended",),
         ("remove_all",),
     ]
-    assert channel.reports == [Report(("http://a",), is_placed=True, was_ready=True)] * 4
+    restart = Restart(words=("n",))
+    report = Report(("http://a",), is_placed=True, was_ready=True, is_replacing=True, restart=restart)
+    assert channel.reports == [report] * 4
 
 
 def test_driver_ends_after_failure():

@@ -70,7 +70,7 @@ class Drill:
         self.now = 1000.0
         self.cluster = Cluster()
         limits = FleetLimits(timeout_s=timeout_s, drain_s=100.0)
-        self.fleet = Fleet(self.cluster, ["old"], size, limits, self.now)
+        self.fleet = Fleet(self.cluster, ("old",), size, limits, self.now)
         self.loads = {}
         self.step()
 
@@ -98,7 +98,7 @@ def test_engines_are_placed_then_ready():
     drill = Drill()
     fleet, (first, second) = drill.fleet, drill.cluster.engines
     assert (fleet.urls, fleet.is_placed, fleet.was_ready, fleet.settled_at) == ((), False, False, None)
-    assert first.words == ["old"]
+    assert first.words == ("old",)
     assert drill.cluster.requested == [2]
     first.place()
     drill.step()
@@ -251,14 +251,14 @@ def test_growth_starts_engines_and_shrinking_removes_placeless_ones_first(ready)
 
 
 def test_replacement_is_ready_before_an_old_engine_is_drained(ready):
-    ready.fleet.replace(["new"])
+    ready.fleet.replace(("new",))
     ready.step()
-    assert [engine.words for engine in ready.cluster.running()] == [["old"], ["old"], ["new"]]
+    assert [engine.words for engine in ready.cluster.running()] == [("old",), ("old",), ("new",)]
     ready.step(5.0)
     assert len(ready.names()) == 3
     assert len(ready.fleet.urls) == 2
     num_listed = []
-    while any(engine.words == ["old"] for engine in ready.cluster.running()):
+    while any(engine.words == ("old",) for engine in ready.cluster.running()):
         ready.get_ready()
         num_listed.append(len(ready.fleet.urls))
         for engine in ready.cluster.running():
@@ -267,14 +267,14 @@ def test_replacement_is_ready_before_an_old_engine_is_drained(ready):
         ready.step(1.0)
     assert min(num_listed) == 2
     ready.get_ready()
-    assert [engine.words for engine in ready.cluster.running()] == [["new"], ["new"]]
-    assert max(len([e for e in ready.cluster.engines if e.words == ["new"]]), 0) == 2
+    assert [engine.words for engine in ready.cluster.running()] == [("new",), ("new",)]
+    assert max(len([e for e in ready.cluster.engines if e.words == ("new",)]), 0) == 2
     ready.step(10.0)
     assert len(ready.names()) == 2
 
 
 def test_failing_replacement_keeps_old_engines(ready, caplog):
-    ready.fleet.replace(["bad"])
+    ready.fleet.replace(("bad",))
     for _ in range(3):
         ready.step(5.0)
         ready.cluster.running()[-1].end = "status 1"
@@ -282,15 +282,15 @@ def test_failing_replacement_keeps_old_engines(ready, caplog):
     ready.step(5.0)
     assert "the new replicas could not be started; the previous options stay" in caplog.text
     ready.step(100.0)
-    assert [(engine.name, engine.words) for engine in ready.cluster.running()] == [("e0", ["old"]), ("e1", ["old"])]
+    assert [(engine.name, engine.words) for engine in ready.cluster.running()] == [("e0", ("old",)), ("e1", ("old",))]
     ready.cluster.engines[0].end = "killed"
     ready.step()
     ready.step(100.0)
-    assert ready.cluster.running()[-1].words == ["old"]
+    assert ready.cluster.running()[-1].words == ("old",)
 
 
 def test_replacement_without_room_keeps_old_engines(ready, caplog):
-    ready.fleet.replace(["new"])
+    ready.fleet.replace(("new",))
     ready.step()
     ready.step(60.0)
     assert "no node has room for e2" in caplog.text
@@ -300,13 +300,13 @@ def test_replacement_without_room_keeps_old_engines(ready, caplog):
 
 
 def test_replacement_waits_for_the_place_of_a_drained_engine(ready, caplog):
-    ready.fleet.replace(["new"])
+    ready.fleet.replace(("new",))
     ready.step()
     ready.get_ready()
     drained = next(engine for engine in ready.cluster.engines if engine.is_unlisted)
     for _ in range(100):  # a long request
         ready.step(1.0)
-    assert [engine.words for engine in ready.cluster.running()] == [["old"], ["old"], ["new"], ["new"]]
+    assert [engine.words for engine in ready.cluster.running()] == [("old",), ("old",), ("new",), ("new",)]
     assert "no node has room" not in caplog.text
     drained.end = "it exited with status 0"
     ready.step()
@@ -317,13 +317,14 @@ def test_replacement_waits_for_the_place_of_a_drained_engine(ready, caplog):
         if signal.SIGTERM in engine.signals:
             engine.end = "it exited with status 0"
     ready.step()
-    assert [engine.words for engine in ready.cluster.running()] == [["new"], ["new"]]
+    assert [engine.words for engine in ready.cluster.running()] == [("new",), ("new",)]
 
 
 def test_replacement_without_room_ends_after_the_place_of_a_drained_engine_is_free(ready, caplog):
-    ready.fleet.replace(["new"])
+    ready.fleet.replace(("new",))
     ready.step()
     ready.get_ready()
+    ready.step()
     ready.step(50.0)
     next(engine for engine in ready.cluster.engines if engine.is_unlisted).end = "it exited with status 0"
     ready.step(59.0)
@@ -331,6 +332,57 @@ def test_replacement_without_room_ends_after_the_place_of_a_drained_engine_is_fr
     ready.step(60.0)
     assert "no node has room for e3" in caplog.text
     assert "the previous options stay" in caplog.text
+
+
+def test_new_options_stay_only_after_a_complete_replacement(ready):
+    fleet = ready.fleet
+    assert (fleet.words, fleet.is_replacing) == (("old",), False)
+    fleet.replace(("new",))
+    for num_old in (2, 1):
+        ready.step()
+        assert len([engine for engine in ready.cluster.running() if engine.words == ("old",)]) == num_old
+        assert (fleet.words, fleet.is_replacing) == (("old",), True)
+        ready.get_ready()
+        for engine in ready.cluster.running():
+            if engine.is_unlisted:
+                engine.end = "it exited with status 0"
+    assert (fleet.words, fleet.is_replacing) == (("new",), False)
+    fleet.replace(("bad",))
+    ready.step()
+    ready.step(60.0)
+    assert (fleet.words, fleet.is_replacing) == (("new",), False)
+
+
+def test_new_options_do_not_stay_if_the_last_old_engine_ends_first(ready):
+    ready.fleet.replace(("bad",))
+    ready.step()
+    for engine in ready.cluster.engines[:2]:
+        engine.end = "node lost"
+    ready.step()
+    assert ready.fleet.is_replacing
+    ready.cluster.engines[2].end, ready.cluster.engines[2].is_fatal = "status 1", True
+    ready.step()
+    assert ready.fleet.failure == "e2 could not be started: status 1"
+    assert (ready.fleet.words, ready.fleet.is_replacing) == (("old",), True)
+
+
+def test_second_replacement_that_fails_restores_the_options_before_the_first(ready):
+    ready.fleet.replace(("new",))
+    ready.step()
+    ready.get_ready()
+    assert ready.fleet.is_replacing
+    ready.fleet.replace(("bad",))
+    next(engine for engine in ready.cluster.engines if engine.is_unlisted).end = "it exited with status 0"
+    ready.step()
+    ready.step(60.0)
+    for _ in range(4):
+        ready.get_ready()
+        for engine in ready.cluster.running():
+            if engine.is_unlisted:
+                engine.end = "it exited with status 0"
+        ready.step()
+    assert [engine.words for engine in ready.cluster.running()] == [("old",), ("old",)]
+    assert (ready.fleet.words, ready.fleet.is_replacing) == (("old",), False)
 
 
 def test_drained_engine_that_does_not_end_is_killed(ready, caplog):
@@ -347,7 +399,7 @@ def test_drained_engine_that_does_not_end_is_killed(ready, caplog):
 
 
 def test_half_done_replacement_that_fails_is_undone(ready):
-    ready.fleet.replace(["new"])
+    ready.fleet.replace(("new",))
     ready.step()
     ready.get_ready()  # e2 is ready, one old engine is drained
     ready.step()
@@ -364,13 +416,13 @@ def test_half_done_replacement_that_fails_is_undone(ready):
         for engine in ready.cluster.running():
             if signal.SIGTERM in engine.signals:
                 engine.end = "it exited with status 0"
-    assert [engine.words for engine in ready.cluster.running()] == [["old"], ["old"]]
+    assert [engine.words for engine in ready.cluster.running()] == [("old",), ("old",)]
 
 
 def test_engines_that_end_together_end_a_replacement_once(caplog):
     drill = Drill(3)
     drill.get_ready()
-    drill.fleet.replace(["bad"])
+    drill.fleet.replace(("bad",))
     drill.step()
     drill.cluster.engines[1].end = drill.cluster.engines[2].end = "node lost"
     drill.step()
@@ -382,7 +434,7 @@ def test_engines_that_end_together_end_a_replacement_once(caplog):
     assert drill.names() == ["e0"]
     assert caplog.text.count("the previous options stay") == 1
     drill.step(60.0)
-    assert [engine.words for engine in drill.cluster.running()] == [["old"]] * 3
+    assert [engine.words for engine in drill.cluster.running()] == [("old",)] * 3
 
 
 def test_signals_reach_engines(ready, caplog):

@@ -13,7 +13,7 @@ from running import wait_until
 
 from octavo.errors import ConfigError
 from octavo.ray import process
-from octavo.ray.messages import Order, Search, Settings
+from octavo.ray.messages import Order, Report, Restart, Search, Settings
 from octavo.ray.process import RayProcess, check_ray_installed
 from octavo.ray.replicas import RayReplicas
 
@@ -156,6 +156,10 @@ def orders(tmp_path):
     return [msgspec.json.decode(line, type=Order) for line in lines]
 
 
+def starts(path):
+    return [msgspec.json.decode(line, type=Settings) for line in path.read_text().splitlines()]
+
+
 def test_orders_for_replicas(tmp_path):
     with replicas(tmp_path, lambda: ["n", "--seed", "1"]) as made:
         made.reload()
@@ -164,7 +168,7 @@ def test_orders_for_replicas(tmp_path):
         made.replace()
     words = ("n", "--seed", "1")
     assert orders(tmp_path) == [Order(reload=True), Order(silent="http://a"), Order(words=words)]
-    assert made._first.words == words  # of a restarted child
+    assert made._first.words == ("m",)  # until the child reports that the change is complete
 
 
 def test_restarted_driver_may_lack_room(tmp_path, monkeypatch):
@@ -173,9 +177,49 @@ def test_restarted_driver_may_lack_room(tmp_path, monkeypatch):
     program = f"import sys\nopen(sys.argv[1], 'a').write(input() + '\\n')\nprint('{WELL}', flush=True)"
     with playing(program, str(path), made=RayReplicas(SETTINGS, list)):
         wait_until(lambda: path.exists() and path.read_text().count("\n") >= 2, "it has restarted")
-    settings = [msgspec.json.decode(line, type=Settings) for line in path.read_text().splitlines()]
-    assert [each.is_again for each in settings[:2]] == [False, True]
-    assert settings[0] == SETTINGS
+    assert [each.is_again for each in starts(path)[:2]] == [False, True]
+    assert starts(path)[0] == SETTINGS
+
+
+def test_restarted_driver_gets_reported_settings(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "_FIRST_PAUSE_S", 0.05)
+    path = tmp_path / "settings"
+    well = msgspec.json.encode(Report(is_placed=True, was_ready=True, restart=Restart(words=("n",)))).decode()
+    program = f"import sys\nopen(sys.argv[1], 'a').write(input() + '\\n')\nprint('{well}', flush=True)"
+    with playing(program, str(path), made=RayReplicas(SETTINGS, list)):
+        wait_until(lambda: path.exists() and path.read_text().count("\n") >= 2, "it has restarted")
+    assert [each.words for each in starts(path)[:2]] == [("m",), ("n",)]
+
+
+@pytest.mark.parametrize("is_replacing", [True, False])
+def test_replacement_that_the_end_of_the_driver_interrupts_is_logged(is_replacing, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(process, "_FIRST_PAUSE_S", 0.05)
+    well = Report(is_placed=True, was_ready=True, is_replacing=is_replacing, restart=Restart(words=("m",)))
+    program = "import sys\ninput()\nprint(sys.argv[1], flush=True)\ninput()"
+    made = playing(program, msgspec.json.encode(well).decode(), made=RayReplicas(SETTINGS, lambda: ["n"]))
+    with made:
+        made.replace()
+        wait_until(lambda: "the replicas were not replaced: " in caplog.text, "the loss is logged")
+        assert made._first.words == ("m",)
+
+
+def test_replacement_without_a_driver_is_logged(caplog):
+    made = RayReplicas(SETTINGS, lambda: ["n"])
+    made.replace()
+    assert "the replicas were not replaced: the process that uses Ray has ended; send SIGUSR1 again" in caplog.text
+
+
+def test_replacement_that_has_ended_is_not_logged_as_interrupted(caplog):
+    made = RayReplicas(SETTINGS, lambda: ["n"])
+    made.send = lambda message: True
+    for words in ("n", "m"):  # complete, undone
+        made.replace()
+        for is_replacing in (False, True):
+            made._note(Report(is_replacing=is_replacing, restart=Restart(words=("m",))))
+        made._note(Report(restart=Restart(words=(words,))))
+        assert made._replacement is None
+        assert made._settings.words == (words,)
+    assert caplog.text == ""
 
 
 def test_invalid_configuration_replaces_nothing(tmp_path, caplog):

@@ -12,7 +12,7 @@ from octavo.errors import ConfigError
 from octavo.ray.cluster import RayCluster, connect, disconnect
 from octavo.ray.figures import LoadReader
 from octavo.ray.fleet import Fleet, FleetLimits
-from octavo.ray.messages import Channel, Order, Report, Settings
+from octavo.ray.messages import Channel, Order, Report, Restart, Settings
 from octavo.ray.scaling import DOWN_AFTER_S, Load, ScalingLimits, choose_size
 from octavo.runtime import logs
 
@@ -39,12 +39,23 @@ class Driver:
                 self._obey(order)
             fleet.step(time.monotonic(), self._reader.num_open)
             self._scale(time.monotonic())
-            self._channel.report(Report(fleet.urls, fleet.is_placed, fleet.was_ready, fleet.failure))
+            self._channel.report(self._report())
         fleet.stop()
         end = time.monotonic() + self._settings.stop_s + _MARGIN_S
         while not fleet.remove_ended() and time.monotonic() < end:
             time.sleep(_LOOK_S / 2)
         fleet.remove_all()
+
+    def _report(self) -> Report:
+        fleet = self._fleet
+        return Report(
+            urls=fleet.urls,
+            is_placed=fleet.is_placed,
+            was_ready=fleet.was_ready,
+            is_replacing=fleet.is_replacing,
+            failure=fleet.failure,
+            restart=Restart(fleet.words),
+        )
 
     def _obey(self, order: Order) -> None:
         if order.reload:

@@ -64,6 +64,7 @@ class _Member:
     """
 
     engine: Engine
+    words: tuple[str, ...]
     generation: int
     waits_from: float
     was_ready: bool = False
@@ -78,12 +79,13 @@ class Fleet:
     failure: Why no engine can run, or None.
     is_placed: True after all first engines have found room. was_ready: True after an engine was ready.
     settled_at: Since when exactly the wanted engines are ready, or None.
+    words: Options of the last replacement that is complete. size: Wanted number of engines.
     """
 
     def __init__(self, cluster: Cluster, words: Sequence[str], size: int, limits: FleetLimits, now: float) -> None:
         self.failure: str | None = None
         self._cluster, self._limits = cluster, limits
-        self._words = self._previous = list(words)
+        self._words = self.words = tuple(words)
         self._generation = 0
         self._members: list[_Member] = []
         self._pause_s, self._num_failed, self._starts_from = _FIRST_PAUSE_S, 0, now
@@ -98,6 +100,11 @@ class Fleet:
         """The addresses of engines that accept requests."""
         return tuple(member.engine.url for member in self._active() if member.engine.url is not None)
 
+    @property
+    def is_replacing(self) -> bool:
+        """True until a replacement is complete or undone."""
+        return self._words != self.words or bool(self._old())
+
     def resize(self, size: int) -> None:
         """Change the wanted number of engines."""
         if size != self.size:
@@ -109,7 +116,7 @@ class Fleet:
     def replace(self, words: Sequence[str]) -> None:
         """Replace all engines one after another. A new engine must be ready before an old one is drained."""
         logger.info("all replicas are replaced, one after another")
-        self._previous, self._words = self._words, list(words)
+        self._words = tuple(words)
         self._generation += 1
         self._num_failed, self._pause_s = 0, _FIRST_PAUSE_S
         self.settled_at = None
@@ -135,7 +142,7 @@ class Fleet:
             self._start_missing(now)
             self._drain_surplus(now, load_of)
             self._check_room(now)
-        self._note_settled(now)
+        self._note_complete(now)
         self._stop_drained(now)
         if now - self._beats_at >= _BEAT_S:
             self._beats_at = now
@@ -180,9 +187,11 @@ class Fleet:
             self._num_failed, self._pause_s = 0, _FIRST_PAUSE_S
             logger.info("%s is ready", _name(member))
 
-    def _note_settled(self, now: float) -> None:
-        active = self._active()
-        if self._old() or len(active) != self.size or not all(member.was_ready for member in active):
+    def _note_complete(self, now: float) -> None:
+        active, old = self._active(), self._old()
+        if not old and any(member.was_ready for member in active):
+            self.words = self._words
+        if old or len(active) != self.size or not all(member.was_ready for member in active):
             self.settled_at = None
         elif self.settled_at is None:
             self.settled_at = now
@@ -211,10 +220,11 @@ class Fleet:
         if not (old := self._old()):
             return
         logger.error("%s; the previous options stay", why)
-        self._words = self._previous
+        self._words = self.words
         self._generation += 1
         for member in old:
-            member.generation = self._generation
+            if member.words == self.words:
+                member.generation = self._generation
         for member in self._old():
             if not member.was_ready:
                 self._remove(member)
@@ -226,7 +236,7 @@ class Fleet:
         if now >= self._starts_from:
             for _ in range(wanted - len(active)):
                 engine = self._cluster.start(self._words)
-                self._members.append(_Member(engine, self._generation, now))
+                self._members.append(_Member(engine, self._words, self._generation, now))
 
     def _drain_surplus(self, now: float, load_of: Callable[[str], float]) -> None:
         active, old = self._active(), self._old()

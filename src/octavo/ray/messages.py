@@ -66,19 +66,29 @@ class Order(msgspec.Struct, frozen=True, omit_defaults=True):
     words: tuple[str, ...] | None = None
 
 
+class Restart(msgspec.Struct, frozen=True):
+    """The settings with which another driver continues the work of this one. See `Settings`."""
+
+    words: tuple[str, ...]
+
+
 class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     """A message from the child process.
 
     urls: Addresses of the engines that accept requests.
     is_placed: True if the cluster is connected, and all first engines have their place in it.
     was_ready: True if an engine was ready.
+    is_replacing: True until a replacement of all engines is complete or undone.
     failure: Why no engine can run.
+    restart: For the next driver.
     """
 
     urls: tuple[str, ...] = ()
     is_placed: bool = False
     was_ready: bool = False
+    is_replacing: bool = False
     failure: str | None = None
+    restart: Restart | None = None
 
 
 Message = Search | Settings | Order

@@ -88,13 +88,15 @@ class RayProcess(Launcher):
             child.kill()
             self._thread.join()
 
-    def send(self, message: Message) -> None:
-        """Send a message to the child process, if it runs."""
+    def send(self, message: Message) -> bool:
+        """Send a message to the child process. Return False if it does not run."""
         child = self._child
         if child is not None and child.stdin is not None:
             with contextlib.suppress(OSError, ValueError):  # it has ended
                 child.stdin.write(msgspec.json.encode(message) + b"\n")
                 child.stdin.flush()
+                return True
+        return False
 
     def _run(self) -> None:
         pause_s = _FIRST_PAUSE_S
@@ -111,6 +113,9 @@ class RayProcess(Launcher):
             logger.error("%s; the next attempt is in %g s", failure, pause_s)
             self._is_stopping.wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _note(self, report: Report) -> None:
+        """Use a report, in a subclass."""
 
     def _fail(self, failure: str) -> None:
         if self._is_placed:  # otherwise `__enter__` raises it
@@ -138,6 +143,7 @@ class RayProcess(Launcher):
             for line in child.stdout:
                 report = msgspec.json.decode(line, type=Report)
                 failure = report.failure
+                self._note(report)
                 with self._changed:
                     self._urls = report.urls if failure is None else self._urls
                     self._is_placed = self._is_placed or report.is_placed
