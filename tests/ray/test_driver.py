@@ -58,7 +58,7 @@ def test_driver_carries_out_orders_reports_and_stops():
 
     channel = Channel(Order(reload=True), Order(silent="http://a"), Order(words=("n",)))
     fleet = Fleet()
-    Driver(settings(), fleet, channel).run()
+    Driver(settings(num_replicas=2, num_threads=3, uses_gpu=True), fleet, channel).run()
     names = [call for call in fleet.calls if call[0] != "step"]
     assert names == [
         ("reload",),
@@ -68,7 +68,7 @@ def test_driver_carries_out_orders_reports_and_stops():
         ("remove_ended",),
         ("remove_all",),
     ]
-    restart = Restart(words=("n",))
+    restart = Restart(words=("n",), num_replicas=1, num_threads=3, uses_gpu=True)
     report = Report(("http://a",), is_placed=True, was_ready=True, is_replacing=True, restart=restart)
     assert channel.reports == [report] * 4
 
@@ -102,6 +102,19 @@ def test_engines_get_the_most_threads_with_room_for_all(cpus, num_engines, expec
     from octavo.ray.cluster import threads_each
 
     assert threads_each(cpus, num_engines) == expected
+
+
+def test_driver_restarts_with_the_same_places_although_nodes_are_missing(monkeypatch):
+    from octavo.ray import cluster
+
+    nodes = [{"Alive": True, "Resources": {"CPU": 8.0, "GPU": 1.0}}, {"Alive": True, "Resources": {"CPU": 0.0}}]
+    monkeypatch.setattr(cluster.ray, "nodes", lambda: nodes)
+    first = cluster.RayCluster(settings(max_replicas=2))
+    assert first.bundle == {"CPU": 4, "GPU": 1}
+    del nodes[0]
+    assert cluster.RayCluster(first.settings).bundle == first.bundle
+    assert cluster.RayCluster(settings()).bundle == {"CPU": 1}
+    assert not cluster.RayCluster(settings()).settings.uses_gpu
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1", "ray://10.0.0.1:10001", "head:port"])

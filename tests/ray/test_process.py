@@ -156,6 +156,10 @@ def orders(tmp_path):
     return [msgspec.json.decode(line, type=Order) for line in lines]
 
 
+def restart(words):
+    return Restart(words=(words,), num_replicas=1, num_threads=None, uses_gpu=None)
+
+
 def starts(path):
     return [msgspec.json.decode(line, type=Settings) for line in path.read_text().splitlines()]
 
@@ -184,17 +188,20 @@ def test_restarted_driver_may_lack_room(tmp_path, monkeypatch):
 def test_restarted_driver_gets_reported_settings(tmp_path, monkeypatch):
     monkeypatch.setattr(process, "_FIRST_PAUSE_S", 0.05)
     path = tmp_path / "settings"
-    well = msgspec.json.encode(Report(is_placed=True, was_ready=True, restart=Restart(words=("n",)))).decode()
+    kept = Restart(words=("n",), num_replicas=2, num_threads=3, uses_gpu=True)
+    well = msgspec.json.encode(Report(is_placed=True, was_ready=True, restart=kept)).decode()
     program = f"import sys\nopen(sys.argv[1], 'a').write(input() + '\\n')\nprint('{well}', flush=True)"
     with playing(program, str(path), made=RayReplicas(SETTINGS, list)):
         wait_until(lambda: path.exists() and path.read_text().count("\n") >= 2, "it has restarted")
-    assert [each.words for each in starts(path)[:2]] == [("m",), ("n",)]
+    assert starts(path)[0] == SETTINGS
+    changes = msgspec.structs.asdict(kept)
+    assert starts(path)[1] == msgspec.structs.replace(SETTINGS, **changes, is_again=True)
 
 
 @pytest.mark.parametrize("is_replacing", [True, False])
 def test_replacement_that_the_end_of_the_driver_interrupts_is_logged(is_replacing, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(process, "_FIRST_PAUSE_S", 0.05)
-    well = Report(is_placed=True, was_ready=True, is_replacing=is_replacing, restart=Restart(words=("m",)))
+    well = Report(is_placed=True, was_ready=True, is_replacing=is_replacing, restart=restart("m"))
     program = "import sys\ninput()\nprint(sys.argv[1], flush=True)\ninput()"
     made = playing(program, msgspec.json.encode(well).decode(), made=RayReplicas(SETTINGS, lambda: ["n"]))
     with made:
@@ -215,8 +222,8 @@ def test_replacement_that_has_ended_is_not_logged_as_interrupted(caplog):
     for words in ("n", "m"):  # complete, undone
         made.replace()
         for is_replacing in (False, True):
-            made._note(Report(is_replacing=is_replacing, restart=Restart(words=("m",))))
-        made._note(Report(restart=Restart(words=(words,))))
+            made._note(Report(is_replacing=is_replacing, restart=restart("m")))
+        made._note(Report(restart=restart(words)))
         assert made._replacement is None
         assert made._settings.words == (words,)
     assert caplog.text == ""

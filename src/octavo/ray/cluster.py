@@ -9,6 +9,7 @@ import secrets
 import socket
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import ray
 from ray.autoscaler.sdk import request_resources
 from ray.exceptions import RayError
@@ -64,7 +65,11 @@ def _one_line(error: BaseException) -> str:
 
 
 class RayCluster:
-    """Places engines on the nodes of the connected cluster."""
+    """Places engines on the nodes of the connected cluster.
+
+    settings: With the number of threads, and True or False for the GPU. A restarted driver needs both, because at its
+    start perhaps only the head node is known again.
+    """
 
     def __init__(self, settings: Settings) -> None:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -73,6 +78,7 @@ class RayCluster:
             uses_gpu = any(resources.get("GPU") for resources in nodes)
         cpus = sorted((int(resources.get("CPU", 0)) for resources in nodes), reverse=True)
         num_threads = settings.num_threads or threads_each(cpus, settings.max_replicas)
+        self.settings = msgspec.structs.replace(settings, num_threads=num_threads, uses_gpu=uses_gpu)
         self.bundle = {"CPU": max(num_threads, settings.num_ranks)} | ({"GPU": 1} if uses_gpu else {})
         self._more = ["--num-threads", str(num_threads)]
         self._environment = settings.environment

@@ -54,7 +54,12 @@ class Driver:
             was_ready=fleet.was_ready,
             is_replacing=fleet.is_replacing,
             failure=fleet.failure,
-            restart=Restart(fleet.words),
+            restart=Restart(
+                words=fleet.words,
+                num_replicas=fleet.size,
+                num_threads=self._settings.num_threads,
+                uses_gpu=self._settings.uses_gpu,
+            ),
         )
 
     def _obey(self, order: Order) -> None:
@@ -92,7 +97,7 @@ def main() -> None:
     fleet = Fleet(cluster, settings.words, settings.num_replicas, limits, time.monotonic())
     fleet.is_placed = settings.is_again
     try:
-        Driver(settings, fleet, channel).run()
+        Driver(cluster.settings, fleet, channel).run()
     finally:
         cluster.request(0)
         disconnect()

@@ -70,6 +70,9 @@ class Restart(msgspec.Struct, frozen=True):
     """The settings with which another driver continues the work of this one. See `Settings`."""
 
     words: tuple[str, ...]
+    num_replicas: int
+    num_threads: int | None
+    uses_gpu: bool | None
 
 
 class Report(msgspec.Struct, frozen=True, omit_defaults=True):
