@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+import threading
 import time
 
 import msgspec
@@ -18,8 +19,9 @@ from octavo.ray.process import RayProcess, check_ray_installed
 from octavo.ray.replicas import RayReplicas
 
 FIRST = Search("10.0.0.1:6379", "info", "text")
-WELL = '{"urls":["http://a"],"is_placed":true,"was_ready":true}'
-PLACED = '{"is_placed":true}'
+WELL = '{"urls":["http://a"],"is_connected":true,"is_placed":true,"was_ready":true}'
+CONNECTED = '{"is_connected":true}'
+PLACED = '{"is_connected":true,"is_placed":true}'
 SETTINGS = Settings(
     address=None,
     words=("m",),
@@ -84,12 +86,40 @@ def test_failed_start_raises_its_reason(program, expected, caplog):
 def test_silent_child_is_killed_at_its_deadline(monkeypatch):
     monkeypatch.setattr(process, "_CONNECT_S", 0.2)
     monkeypatch.setattr(process, "_FIRST_PAUSE_S", 0.1)
-    made = playing("import time\ntime.sleep(60)", start_s=0.1)
-    made._start_s = 0.3
-    with pytest.raises(ConfigError, match=r"the Ray cluster has not answered within 0\.3 s"), made:
+    made = playing("import time\ntime.sleep(60)")
+    with pytest.raises(ConfigError, match=r"the Ray cluster has not answered within 0\.2 s"), made:
         pass
     assert made._child.returncode == -signal.SIGKILL
     assert not made._thread.is_alive()
+
+
+def test_child_that_finds_no_place_in_time_may_end_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "_FIRST_PAUSE_S", 0.1)
+    monkeypatch.setattr(process, "_LATE_S", 0.1)
+    path = tmp_path / "end"
+    program = (
+        f"import sys, time\nprint('{CONNECTED}', flush=True)\nsys.stdin.read()\ntime.sleep(0.5)\n"
+        "open(sys.argv[1], 'w').close()"
+    )
+    made = playing(program, str(path), start_s=0.1)
+    with pytest.raises(ConfigError, match=r"the process that uses Ray has not found places within 0\.2 s"), made:
+        pass
+    assert made._child.returncode == 0
+    assert path.exists()
+
+
+def test_time_for_places_begins_after_the_connection():
+    limits_s = []
+
+    class Changed(threading.Condition):
+        def wait_for(self, predicate, timeout=None):
+            limits_s.append(timeout)
+            return super().wait_for(predicate, timeout)
+
+    made = playing(ECHO(WELL), "/dev/null", start_s=7.0)
+    made._changed = Changed()
+    with made:
+        assert limits_s == [60.0, 37.0]
 
 
 def test_failure_after_placement_is_logged_and_final(caplog):
@@ -189,7 +219,7 @@ def test_restarted_driver_gets_reported_settings(tmp_path, monkeypatch):
     monkeypatch.setattr(process, "_FIRST_PAUSE_S", 0.05)
     path = tmp_path / "settings"
     kept = Restart(words=("n",), num_replicas=2, num_threads=3, uses_gpu=True)
-    well = msgspec.json.encode(Report(is_placed=True, was_ready=True, restart=kept)).decode()
+    well = msgspec.json.encode(Report(is_connected=True, is_placed=True, was_ready=True, restart=kept)).decode()
     program = f"import sys\nopen(sys.argv[1], 'a').write(input() + '\\n')\nprint('{well}', flush=True)"
     with playing(program, str(path), made=RayReplicas(SETTINGS, list)):
         wait_until(lambda: path.exists() and path.read_text().count("\n") >= 2, "it has restarted")
@@ -201,7 +231,7 @@ def test_restarted_driver_gets_reported_settings(tmp_path, monkeypatch):
 @pytest.mark.parametrize("is_replacing", [True, False])
 def test_replacement_that_the_end_of_the_driver_interrupts_is_logged(is_replacing, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(process, "_FIRST_PAUSE_S", 0.05)
-    well = Report(is_placed=True, was_ready=True, is_replacing=is_replacing, restart=restart("m"))
+    well = Report(is_connected=True, is_placed=True, was_ready=True, is_replacing=is_replacing, restart=restart("m"))
     program = "import sys\ninput()\nprint(sys.argv[1], flush=True)\ninput()"
     made = playing(program, msgspec.json.encode(well).decode(), made=RayReplicas(SETTINGS, lambda: ["n"]))
     with made:

@@ -50,6 +50,7 @@ class Driver:
         fleet = self._fleet
         return Report(
             urls=fleet.urls,
+            is_connected=True,
             is_placed=fleet.is_placed,
             was_ready=fleet.was_ready,
             is_replacing=fleet.is_replacing,
@@ -92,6 +93,7 @@ def main() -> None:
     except ConfigError as error:
         channel.report(Report(failure=str(error)))
         return
+    channel.report(Report(is_connected=True))
     cluster = RayCluster(settings)
     limits = FleetLimits(timeout_s=settings.timeout_s, drain_s=settings.drain_s)
     fleet = Fleet(cluster, settings.words, settings.num_replicas, limits, time.monotonic())

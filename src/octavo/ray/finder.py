@@ -54,7 +54,7 @@ def main() -> None:
         return
     finder = Finder()
     while not channel.is_closed:
-        channel.report(Report(finder.urls(), is_placed=True, was_ready=True))
+        channel.report(Report(finder.urls(), is_connected=True, is_placed=True, was_ready=True))
         channel.next(_LOOK_S)
 
 

@@ -28,7 +28,7 @@ class Settings(msgspec.Struct, frozen=True):
     environment: Variables of an engine.
     num_threads: Of an engine. None divides the CPUs of the nodes.
     uses_gpu: None means True if the cluster has GPUs.
-    timeout_s: Limit on connecting, and on finding room for the first engines.
+    timeout_s: Limit on finding room for the first engines.
     stop_s: Time in which the requests of all engines end when the command stops.
     drain_s: Time in which the requests of a drained engine end.
     is_again: True if an earlier driver had found room for all engines. Then missing room is no failure.
@@ -79,7 +79,8 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     """A message from the child process.
 
     urls: Addresses of the engines that accept requests.
-    is_placed: True if the cluster is connected, and all first engines have their place in it.
+    is_connected: True if the cluster is connected.
+    is_placed: True if all first engines have their place in the cluster.
     was_ready: True if an engine was ready.
     is_replacing: True until a replacement of all engines is complete or undone.
     failure: Why no engine can run.
@@ -87,6 +88,7 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     urls: tuple[str, ...] = ()
+    is_connected: bool = False
     is_placed: bool = False
     was_ready: bool = False
     is_replacing: bool = False

@@ -19,11 +19,15 @@ from octavo.ray.messages import Report
 from octavo.router.launcher import Launcher
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from octavo.ray.messages import Message
 
 logger = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 10.0
-_CONNECT_S = 30.0  # Ray starts slowly
+_CONNECT_S = 60.0  # Ray starts slowly
+_LONG_S = 30.0  # a longer run resets the pause before the next one
+_LATE_S = 30.0  # for a report after its limit
 _EXIT_S = 20.0
 
 
@@ -38,17 +42,18 @@ class RayProcess(Launcher):
 
     If it ends after all engines had their place and one was ready, it starts again.
 
-    module: Of the child process. first: Its first message. start_s: Limit on its start, to which the time for
-    connecting is added. stop_s: Time that its end may take, to which some seconds are added.
+    module: Of the child process. first: Its first message. start_s: Time in which the child process finds places for
+    engines or fails, after it has connected to the cluster. stop_s: Time that its end may take. Some seconds are added
+    to both.
     """
 
     def __init__(self, module: str, first: Message, *, start_s: float = 0.0, stop_s: float = 0.0) -> None:
         self._command = [sys.executable, "-m", module]
-        self._first, self._start_s, self._stop_s = first, start_s + _CONNECT_S, stop_s + _EXIT_S
+        self._first, self._start_s, self._stop_s = first, start_s + _LATE_S, stop_s + _EXIT_S
         self._urls: tuple[str, ...] = ()
         self._failure: str | None = None
         self._changed = threading.Condition()
-        self._is_placed = self._was_ready = False
+        self._is_connected = self._is_placed = self._was_ready = False
         self._is_stopping = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._run, name="octavo-ray", daemon=True)
@@ -66,14 +71,11 @@ class RayProcess(Launcher):
         """Start. Raises `ConfigError` if the cluster cannot be used."""
         self._thread.start()
         try:
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_placed or self._failure is not None, self._start_s)
+            self._wait(lambda: self._is_connected, _CONNECT_S, "the Ray cluster has not answered")
+            self._wait(lambda: self._is_placed, self._start_s, "the process that uses Ray has not found places")
         except BaseException:
             self.__exit__()
             raise
-        if not self._is_placed:
-            self.__exit__()
-            raise ConfigError(self._failure or f"the Ray cluster has not answered within {self._start_s:g} s")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -82,7 +84,7 @@ class RayProcess(Launcher):
         child = self._child
         if child is not None:
             _close_input(child)
-        self._thread.join(self._stop_s if self._is_placed else _FIRST_PAUSE_S)
+        self._thread.join(self._stop_s if self._is_connected else _FIRST_PAUSE_S)
         if self._thread.is_alive() and child is not None:
             logger.warning("the process that uses Ray does not exit: killing it")
             child.kill()
@@ -98,6 +100,12 @@ class RayProcess(Launcher):
                 return True
         return False
 
+    def _wait(self, condition: Callable[[], bool], timeout_s: float, problem: str) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: condition() or self._failure is not None, timeout_s)
+            if not condition():
+                raise ConfigError(self._failure or f"{problem} within {timeout_s:g} s")
+
     def _run(self) -> None:
         pause_s = _FIRST_PAUSE_S
         while not self._is_stopping.is_set():
@@ -108,7 +116,7 @@ class RayProcess(Launcher):
             if not (self._is_placed and self._was_ready):
                 self._fail(failure)
                 return
-            if time.monotonic() - begun_at > _CONNECT_S:
+            if time.monotonic() - begun_at > _LONG_S:
                 pause_s = _FIRST_PAUSE_S
             logger.error("%s; the next attempt is in %g s", failure, pause_s)
             self._is_stopping.wait(pause_s)
@@ -146,6 +154,7 @@ class RayProcess(Launcher):
                 self._note(report)
                 with self._changed:
                     self._urls = report.urls if failure is None else self._urls
+                    self._is_connected = self._is_connected or report.is_connected
                     self._is_placed = self._is_placed or report.is_placed
                     self._was_ready = self._was_ready or report.was_ready
                     self._changed.notify_all()
