@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -74,6 +76,8 @@ def test_messages_reach_child_and_reports_its_parent(tmp_path):
         ("""print('{"failure":"there is no room"}')""", "there is no room"),
         # one engine was ready, and another one found no room
         ("""print('{"was_ready":true}')\nprint('{"failure":"there is no room"}')""", "there is no room"),
+        ("print('hello', flush=True)\ninput()\ninput()", "wrote a line that is no report: b'hello"),
+        (r"import os; os.write(1, b'\xff\n'); input(); input()", "wrote a line that is no report"),
         ("raise SystemExit(3)", "the process that uses Ray has exited with status 3"),
     ],
 )
@@ -167,6 +171,16 @@ def test_failure_of_a_restart_keeps_the_addresses(tmp_path, monkeypatch, caplog)
     with playing(program, str(path)) as made:
         wait_until(lambda: "no cluster; the next attempt" in caplog.text, "the second start has failed")
         assert urls(made) == ["http://a"]
+
+
+@pytest.mark.parametrize("module", ["octavo.ray.driver", "octavo.ray.finder"])
+def test_text_that_ray_prints_is_no_report(module, tmp_path):
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "__init__.py").write_text("print('hello', flush=True)\nraise SystemExit(7)\n", encoding="utf-8")
+    command = [sys.executable, "-m", module]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (7, b"", b"hello\n")
 
 
 def test_missing_ray_is_refused(monkeypatch):

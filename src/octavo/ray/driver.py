@@ -9,7 +9,6 @@ import collections
 import time
 
 from octavo.errors import ConfigError
-from octavo.ray.cluster import RayCluster, connect, disconnect
 from octavo.ray.figures import LoadReader
 from octavo.ray.fleet import Fleet, FleetLimits
 from octavo.ray.messages import Channel, Order, Report, Restart, Settings
@@ -86,6 +85,8 @@ class Driver:
 def main() -> None:
     """Run the process."""
     channel = Channel()
+    from octavo.ray.cluster import RayCluster, connect, disconnect  # may print, so that the channel is made first
+
     settings = channel.first(Settings)
     logs.configure(settings.log_level.upper(), settings.log_format)
     try:

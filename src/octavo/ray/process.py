@@ -29,6 +29,7 @@ _CONNECT_S = 60.0  # Ray starts slowly
 _LONG_S = 30.0  # a longer run resets the pause before the next one
 _LATE_S = 30.0  # for a report after its limit
 _EXIT_S = 20.0
+_LONGEST_LINE = 200  # bytes, in the log
 
 
 def check_ray_installed(option: str) -> None:
@@ -149,18 +150,26 @@ class RayProcess(Launcher):
             self.send(self._first)
             failure = None
             for line in child.stdout:
-                report = msgspec.json.decode(line, type=Report)
+                try:
+                    report = msgspec.json.decode(line, type=Report)
+                except (msgspec.MsgspecError, UnicodeDecodeError):
+                    child.kill()
+                    failure = f"the process that uses Ray wrote a line that is no report: {line[:_LONGEST_LINE]!r}"
+                    break
                 failure = report.failure
-                self._note(report)
-                with self._changed:
-                    self._urls = report.urls if failure is None else self._urls
-                    self._is_connected = self._is_connected or report.is_connected
-                    self._is_placed = self._is_placed or report.is_placed
-                    self._was_ready = self._was_ready or report.was_ready
-                    self._changed.notify_all()
+                self._take(report)
             status = child.wait()
             _close_input(child)
         return failure or f"the process that uses Ray has exited with status {status}"
+
+    def _take(self, report: Report) -> None:
+        self._note(report)
+        with self._changed:
+            self._urls = report.urls if report.failure is None else self._urls
+            self._is_connected = self._is_connected or report.is_connected
+            self._is_placed = self._is_placed or report.is_placed
+            self._was_ready = self._was_ready or report.was_ready
+            self._changed.notify_all()
 
 
 def _close_input(child: subprocess.Popen[bytes]) -> None:
