@@ -87,6 +87,13 @@ def test_failed_start_raises_its_reason(program, expected, caplog):
     assert caplog.text == ""
 
 
+def test_process_that_cannot_be_started_is_a_failure():
+    made = RayProcess("unused", FIRST)
+    made._command = ["/no/such/program"]
+    with pytest.raises(ConfigError, match="the process that uses Ray cannot be started: .*/no/such/program"), made:
+        pass
+
+
 def test_silent_child_is_killed_at_its_deadline(monkeypatch):
     monkeypatch.setattr(process, "_CONNECT_S", 0.2)
     monkeypatch.setattr(process, "_FIRST_PAUSE_S", 0.1)

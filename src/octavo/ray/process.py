@@ -111,7 +111,10 @@ class RayProcess(Launcher):
         pause_s = _FIRST_PAUSE_S
         while not self._is_stopping.is_set():
             begun_at = time.monotonic()
-            failure = self._run_once()
+            try:
+                failure = self._run_once()
+            except OSError as error:
+                failure = f"the process that uses Ray cannot be started: {error}"
             if self._is_stopping.is_set():
                 return
             if not (self._is_placed and self._was_ready):
