@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from types import SimpleNamespace
 
 import msgspec
@@ -80,6 +81,33 @@ def test_driver_ends_after_failure():
     fleet.step = lambda *_: setattr(fleet, "failure", "no room")
     Driver(settings(), fleet, channel).run()
     assert [report.failure for report in channel.reports] == ["no room"]
+
+
+def test_engines_get_beats_while_the_fleet_is_blocked_and_while_it_stops(monkeypatch):
+    from octavo.ray import driver
+
+    monkeypatch.setattr(driver, "_BEAT_S", 0.01)
+    channel, fleet, beats = Channel(), Fleet(), threading.Semaphore(0)
+    are_told = []
+
+    def block(*_):
+        are_told.append([beats.acquire(timeout=20) for _ in range(3)])
+        return True
+
+    fleet.beat = beats.release
+    fleet.step = fleet.remove_ended = block
+    driver.Driver(settings(), fleet, channel).run()
+    assert are_told == [[True] * 3] * 2
+
+
+def test_error_of_the_driver_stops_the_fleet():
+    from octavo.ray.driver import Driver
+
+    fleet = Fleet()
+    fleet.step = lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        Driver(settings(), fleet, Channel()).run()
+    assert fleet.calls == [("stop",)]
 
 
 @pytest.mark.parametrize(("most", "expected"), [(1, []), (4, [("resize", 2)])])

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from octavo.ray.fleet import Fleet, FleetLimits
+from octavo.ray.fleet import ClusterError, Fleet, FleetLimits
 
 
 class Engine:
@@ -43,17 +43,27 @@ class Engine:
 
 
 class Cluster:
-    """A fake cluster. engines: All that were ever started. requested: Sizes for the autoscaler."""
+    """A fake cluster.
+
+    engines: All that were ever started. requested: Sizes for the autoscaler. is_down: True if calls fail.
+    """
 
     def __init__(self):
         self.bundle = {"CPU": 2, "GPU": 1}
         self.engines, self.requested = [], []
+        self.is_down = False
+
+    def _check(self):
+        if self.is_down:
+            raise ClusterError("the head node does not respond")
 
     def start(self, words):
+        self._check()
         self.engines.append(Engine(f"e{len(self.engines)}", words))
         return self.engines[-1]
 
     def request(self, num_engines):
+        self._check()
         self.requested.append(num_engines)
 
     def room(self):
@@ -446,16 +456,47 @@ def test_signals_reach_engines(ready, caplog):
     assert "e1 (http://e1) does not respond any more: killing it" in caplog.text
 
 
-def test_beats_are_sent_every_two_seconds(ready):
-    for _ in range(10):
-        ready.step(0.5)
+def test_beats_reach_all_engines(ready):
+    ready.fleet.resize(1)
+    ready.step()
+    ready.fleet.beat()
+    ready.fleet.beat()
     assert [engine.num_beats for engine in ready.cluster.engines] == [2, 2]
+
+
+def test_starts_are_repeated_after_growing_pauses_while_the_cluster_does_not_respond(ready, caplog):
+    ready.cluster.is_down = True
+    ready.cluster.engines[1].end = "node lost"
+    for _ in range(16):
+        ready.step(1.0)
+    assert caplog.text.count("a replica could not be started: the head node does not respond") == 4
+    assert ready.fleet.failure is None
+    ready.cluster.is_down = False
+    for _ in range(16):
+        ready.step(1.0)
+    assert ready.names() == ["e0", "e2"]
+
+
+def test_request_for_nodes_is_repeated_every_ten_seconds(ready, caplog):
+    ready.cluster.is_down = True
+    ready.fleet.resize(3)
+    for _ in range(10):
+        ready.step(1.0)
+    assert caplog.text.count("the autoscaler was not asked for 3 replicas: the head node does not respond") == 1
+    ready.cluster.is_down = False
+    ready.step(1.0)
+    ready.step(10.0)
+    assert ready.cluster.requested == [2, 3]
+    ready.cluster.is_down = True
+    ready.fleet.stop()
+    assert ready.cluster.engines[0].signals == [signal.SIGTERM]
 
 
 def test_stop_frees_all_places(ready):
     first, second = ready.cluster.engines
     ready.fleet.stop()
     assert first.is_unlisted
+    assert ready.cluster.requested == [2, 0]
     assert (first.signals, second.signals) == ([signal.SIGTERM], [signal.SIGTERM])
     assert not ready.fleet.remove_ended()
     first.look = lambda: setattr(first, "end", "it exited with status 0")

@@ -6,7 +6,10 @@ It stops all engines when its input ends. Only this process, `octavo.ray.finder`
 from __future__ import annotations
 
 import collections
+import contextlib
+import threading
 import time
+from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError
 from octavo.ray.figures import LoadReader
@@ -15,9 +18,31 @@ from octavo.ray.messages import Channel, Order, Report, Restart, Settings
 from octavo.ray.scaling import DOWN_AFTER_S, Load, ScalingLimits, choose_size
 from octavo.runtime import logs
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 _LOOK_S = 0.2
 _LOAD_S = 1.0
 _MARGIN_S = 5.0
+_BEAT_S = 2.0
+
+
+@contextlib.contextmanager
+def beating(fleet: Fleet) -> Iterator[None]:
+    """Prove to the engines that this process runs, also while a call of Ray blocks the fleet."""
+    has_ended = threading.Event()
+
+    def beat() -> None:
+        while not has_ended.wait(_BEAT_S):
+            fleet.beat()
+
+    thread = threading.Thread(target=beat, name="octavo-beats", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
 
 
 class Driver:
@@ -33,17 +58,24 @@ class Driver:
     def run(self) -> None:
         """Run until the input ends, or no engine can run."""
         fleet = self._fleet
+        with beating(fleet):
+            try:
+                self._run()
+            finally:
+                fleet.stop()
+            end = time.monotonic() + self._settings.stop_s + _MARGIN_S
+            while not fleet.remove_ended() and time.monotonic() < end:
+                time.sleep(_LOOK_S / 2)
+            fleet.remove_all()
+
+    def _run(self) -> None:
+        fleet = self._fleet
         while not self._channel.is_closed and fleet.failure is None:
             if (order := self._channel.next(_LOOK_S)) is not None:
                 self._obey(order)
             fleet.step(time.monotonic(), self._reader.num_open)
             self._scale(time.monotonic())
             self._channel.report(self._report())
-        fleet.stop()
-        end = time.monotonic() + self._settings.stop_s + _MARGIN_S
-        while not fleet.remove_ended() and time.monotonic() < end:
-            time.sleep(_LOOK_S / 2)
-        fleet.remove_all()
 
     def _report(self) -> Report:
         fleet = self._fleet
@@ -102,7 +134,6 @@ def main() -> None:
     try:
         Driver(cluster.settings, fleet, channel).run()
     finally:
-        cluster.request(0)
         disconnect()
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+from octavo.errors import OctavoError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -14,8 +17,12 @@ logger = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _MAX_FAILED_STARTS = 3
 _UNLISTED_S = 2.0  # until all routers have stopped sending to a drained engine
-_BEAT_S = 2.0
+_REQUEST_S = 10.0  # until a failed request is repeated
 _DRAIN_MARGIN_S = 30.0  # an engine needs some of it for its own end
+
+
+class ClusterError(OctavoError):
+    """The cluster does not do what it was asked. It may do so later."""
 
 
 class Engine(Protocol):
@@ -35,7 +42,7 @@ class Engine(Protocol):
 
 
 class Cluster(Protocol):
-    """Starts engines."""
+    """Starts engines. `start` and `request` raise `ClusterError`."""
 
     bundle: dict[str, int]
 
@@ -89,11 +96,11 @@ class Fleet:
         self._generation = 0
         self._members: list[_Member] = []
         self._pause_s, self._num_failed, self._starts_from = _FIRST_PAUSE_S, 0, now
-        self._beats_at = now
+        self._requested: int | None = None
+        self._requests_from = now
         self.is_placed = self.was_ready = False
         self.settled_at: float | None = None
         self.size = size
-        cluster.request(size)
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -111,7 +118,6 @@ class Fleet:
             logger.info("the number of replicas changes from %d to %d", self.size, size)
             self.size = size
             self.settled_at = None
-            self._cluster.request(size)
 
     def replace(self, words: Sequence[str]) -> None:
         """Replace all engines one after another. A new engine must be ready before an old one is drained."""
@@ -139,21 +145,25 @@ class Fleet:
             if member in self._members:  # the end of another one may have removed it
                 self._look(member, now)
         if self.failure is None:
+            self._request_nodes(now)
             self._start_missing(now)
             self._drain_surplus(now, load_of)
             self._check_room(now)
         self._note_complete(now)
         self._stop_drained(now)
-        if now - self._beats_at >= _BEAT_S:
-            self._beats_at = now
-            for member in self._members:
-                member.engine.beat()
+
+    def beat(self) -> None:
+        """Prove to all engines that this process runs. Another thread may call it."""
+        for member in list(self._members):
+            member.engine.beat()
 
     def stop(self) -> None:
-        """Ask all engines to end."""
+        """Ask all engines to end, and release the nodes that the autoscaler was asked for."""
         for member in self._members:
             member.engine.drain()
             member.engine.signal(signal.SIGTERM)
+        with contextlib.suppress(ClusterError):
+            self._cluster.request(0)
 
     def remove_ended(self) -> bool:
         """Free the places of ended engines. Return True if all engines have ended."""
@@ -196,6 +206,17 @@ class Fleet:
         elif self.settled_at is None:
             self.settled_at = now
 
+    def _request_nodes(self, now: float) -> None:
+        if self._requested == self.size or now < self._requests_from:
+            return
+        try:
+            self._cluster.request(self.size)
+        except ClusterError as error:
+            logger.warning("the autoscaler was not asked for %d replicas: %s", self.size, error)
+            self._requests_from = now + _REQUEST_S
+        else:
+            self._requested = self.size
+
     def _ended(self, member: _Member, now: float) -> None:
         engine = member.engine
         if member.drained_at is not None:
@@ -208,6 +229,9 @@ class Fleet:
                 self.failure = f"{_name(member)} could not be started: {engine.end}"
                 return
             self._undo("the new replicas could not be started")
+        self._pause(now)
+
+    def _pause(self, now: float) -> None:
         self._starts_from = now + self._pause_s
         logger.info("another replica starts in %g s", self._pause_s)
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
@@ -235,7 +259,12 @@ class Fleet:
         wanted = self.size + (1 if old and are_new_ready else 0)
         if now >= self._starts_from:
             for _ in range(wanted - len(active)):
-                engine = self._cluster.start(self._words)
+                try:
+                    engine = self._cluster.start(self._words)
+                except ClusterError as error:
+                    logger.error("a replica could not be started: %s", error)  # noqa: TRY400 - the error says all
+                    self._pause(now)
+                    return
                 self._members.append(_Member(engine, self._words, self._generation, now))
 
     def _drain_surplus(self, now: float, load_of: Callable[[str], float]) -> None:
