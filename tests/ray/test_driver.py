@@ -36,7 +36,7 @@ class Fleet:
     def __init__(self, failure=None):
         self.calls, self.failure = [], failure
         self.urls, self.is_placed, self.was_ready, self.settled_at, self.size = ("http://a",), True, True, 0.0, 1
-        self.words, self.is_replacing = ("n",), True
+        self.words, self.is_replacing, self.ready_urls = ("n",), True, self.urls
 
     def __getattr__(self, name):
         def note(*values):
@@ -110,16 +110,53 @@ def test_error_of_the_driver_stops_the_fleet():
     assert fleet.calls == [("stop",)]
 
 
-@pytest.mark.parametrize(("most", "expected"), [(1, []), (4, [("resize", 2)])])
-def test_driver_resizes_only_between_different_bounds(most, expected, monkeypatch):
+@pytest.fixture
+def scaled(monkeypatch):
+    """Return a function that makes a driver whose sizes are scripted, and the numbers of loads that chose them."""
     from octavo.ray import driver
 
-    monkeypatch.setattr(driver, "choose_size", lambda loads, size, since, limits: limits.max_replicas // 2)
-    channel, fleet = Channel(None), Fleet()
-    made = driver.Driver(settings(max_replicas=most), fleet, channel)
-    made._reader = SimpleNamespace(read=lambda urls, now: None, num_open=None)
-    made.run()
+    num_loads = []
+
+    def choose(loads, size, since, limits):
+        num_loads.append(len(loads))
+        return limits.max_replicas // 2
+
+    monkeypatch.setattr(driver, "choose_size", choose)
+
+    def make(fleet, most=4):
+        made = driver.Driver(settings(max_replicas=most), fleet, Channel(None))
+        made._reader = SimpleNamespace(read=lambda urls, now: urls, num_open=None)
+        return made, num_loads
+
+    return make
+
+
+@pytest.mark.parametrize(("most", "expected"), [(1, []), (4, [("resize", 2)])])
+def test_driver_resizes_only_between_different_bounds(most, expected, scaled):
+    fleet = Fleet()
+    scaled(fleet, most)[0].run()
     assert [call for call in fleet.calls if call[0] == "resize"] == expected
+
+
+def test_driver_resizes_while_engines_are_missing_but_not_without_a_ready_engine(scaled):
+    fleet = Fleet()
+    fleet.settled_at = None
+    made, _ = scaled(fleet)
+    made.run()
+    assert ("resize", 2) in fleet.calls
+    fleet.calls.clear()
+    fleet.ready_urls = ()
+    made._scale(1e9)
+    assert fleet.calls == []
+
+
+def test_driver_forgets_loads_of_another_size(scaled):
+    fleet = Fleet()
+    made, num_loads = scaled(fleet)
+    for second in range(4):
+        fleet.size = 1 + second // 2
+        made._scale(1000.0 + second)
+    assert num_loads == [1, 2, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -76,10 +76,10 @@ class Cluster:
 class Drill:
     """A fleet and its clock."""
 
-    def __init__(self, size=2, timeout_s=60.0):
+    def __init__(self, size=2, timeout_s=60.0, min_size=None):
         self.now = 1000.0
         self.cluster = Cluster()
-        limits = FleetLimits(timeout_s=timeout_s, drain_s=100.0)
+        limits = FleetLimits(timeout_s=timeout_s, start_s=500.0, drain_s=100.0, min_size=min_size or size)
         self.fleet = Fleet(self.cluster, ("old",), size, limits, self.now)
         self.loads = {}
         self.step()
@@ -218,6 +218,47 @@ def test_missing_room_later_is_logged_once_per_timeout(ready, caplog):
     assert caplog.text.count("no node has room for e2") == 2
     assert ready.fleet.failure is None
     assert ready.fleet.urls == ("http://e1",)
+
+
+@pytest.mark.parametrize(("min_size", "expected"), [(1, ["e0", "e1"]), (3, ["e0", "e1", "e3"])])
+def test_added_engines_without_room_are_given_up_after_the_timeout(min_size, expected, caplog):
+    drill = Drill(2, min_size=min_size)
+    drill.get_ready()
+    drill.fleet.resize(4)
+    drill.step()
+    drill.step(59.0)
+    assert drill.names() == ["e0", "e1", "e2", "e3"]
+    for _ in range(3):
+        drill.step(1.0)
+    assert drill.names() == expected
+    assert drill.fleet.size == len(expected)
+    assert "no node has room for e2" in caplog.text
+    assert drill.fleet.failure is None
+    assert (drill.fleet.settled_at is not None) == (min_size == 1)
+
+
+def test_engine_that_does_not_get_ready_in_time_is_killed_and_counts_as_failed(ready, caplog):
+    ready.cluster.engines[1].end = "node lost"
+    ready.step()
+    ready.step(1.0)
+    slow = ready.cluster.engines[2]
+    slow.place()
+    ready.step(50.0)
+    assert ready.fleet.urls == ("http://e0", "http://e2")
+    assert ready.fleet.ready_urls == ("http://e0",)
+    ready.step(499.9)
+    assert slow.signals == []
+    ready.step(0.1)
+    ready.step(1.0)
+    assert slow.signals == [signal.SIGKILL]
+    assert "e2 (http://e2) is not ready after 500 s: killing it" in caplog.text
+    slow.end = "it exited with status -9"
+    ready.step()
+    ready.step(2.0)
+    assert ready.names() == ["e0", "e3"]
+    ready.get_ready()
+    ready.step(1000.0)
+    assert [engine.signals for engine in ready.cluster.running()] == [[], []]
 
 
 def test_drained_engine_is_unlisted_first_and_stopped_later(ready, caplog):

@@ -37,6 +37,7 @@ SETTINGS = Settings(
     uses_gpu=None,
     operator_key=None,
     timeout_s=1.0,
+    start_s=3600.0,
     stop_s=0.0,
     drain_s=0.0,
     log_level="info",

@@ -53,7 +53,7 @@ class Driver:
         self._limits = ScalingLimits(settings.min_replicas, settings.max_replicas, settings.target_queue_time_s)
         self._reader = LoadReader(settings.operator_key)
         self._loads: collections.deque[Load] = collections.deque(maxlen=int(2 * DOWN_AFTER_S / _LOAD_S))
-        self._loads_at = 0.0
+        self._loads_at, self._size = 0.0, fleet.size
 
     def run(self) -> None:
         """Run until the input ends, or no engine can run."""
@@ -103,15 +103,18 @@ class Driver:
             self._fleet.replace(order.words)
 
     def _scale(self, now: float) -> None:
+        fleet = self._fleet
         is_fixed = self._limits.min_replicas == self._limits.max_replicas
-        urls = self._fleet.urls
+        urls = fleet.ready_urls
         if is_fixed or not urls or now - self._loads_at < _LOAD_S:
             return
         self._loads_at = now
+        if fleet.size != self._size:
+            self._size = fleet.size
+            self._loads.clear()
         if (load := self._reader.read(urls, now)) is not None:
             self._loads.append(load)
-        if (since := self._fleet.settled_at) is not None:
-            self._fleet.resize(choose_size(self._loads, self._fleet.size, since, self._limits))
+        fleet.resize(choose_size(self._loads, fleet.size, fleet.settled_at, self._limits))
 
 
 def main() -> None:
@@ -128,7 +131,12 @@ def main() -> None:
         return
     channel.report(Report(is_connected=True))
     cluster = RayCluster(settings)
-    limits = FleetLimits(timeout_s=settings.timeout_s, drain_s=settings.drain_s)
+    limits = FleetLimits(
+        timeout_s=settings.timeout_s,
+        start_s=settings.start_s,
+        drain_s=settings.drain_s,
+        min_size=settings.min_replicas,
+    )
     fleet = Fleet(cluster, settings.words, settings.num_replicas, limits, time.monotonic())
     fleet.is_placed = settings.is_again
     try:

@@ -55,12 +55,16 @@ class Cluster(Protocol):
 class FleetLimits:
     """Times after which a fleet acts.
 
-    timeout_s: For finding room, while no drained engine holds a place.
+    timeout_s: For finding room, while no drained engine holds a place. Later the wanted number falls, but not below
+    min_size.
+    start_s: In which a placed engine must be ready. Then it is killed.
     drain_s: In which the requests of a drained engine end. Some time later the engine is killed.
     """
 
     timeout_s: float
+    start_s: float
     drain_s: float
+    min_size: int
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +78,7 @@ class _Member:
     words: tuple[str, ...]
     generation: int
     waits_from: float
+    placed_at: float | None = None
     was_ready: bool = False
     drained_at: float | None = None
     is_told: bool = False  # to stop
@@ -106,6 +111,12 @@ class Fleet:
     def urls(self) -> tuple[str, ...]:
         """The addresses of engines that accept requests."""
         return tuple(member.engine.url for member in self._active() if member.engine.url is not None)
+
+    @property
+    def ready_urls(self) -> tuple[str, ...]:
+        """The addresses of engines that accept requests and have been ready."""
+        ready = (member.engine.url for member in self._active() if member.was_ready)
+        return tuple(url for url in ready if url is not None)
 
     @property
     def is_replacing(self) -> bool:
@@ -151,6 +162,7 @@ class Fleet:
             self._check_room(now)
         self._note_complete(now)
         self._stop_drained(now)
+        self._kill_slow(now)
 
     def beat(self) -> None:
         """Prove to all engines that this process runs. Another thread may call it."""
@@ -192,7 +204,10 @@ class Fleet:
         if engine.end is not None:
             self._remove(member)
             self._ended(member, now)
-        elif engine.is_ready and not member.was_ready:
+            return
+        if member.placed_at is None and engine.url is not None:
+            member.placed_at = now
+        if engine.is_ready and not member.was_ready:
             member.was_ready = self.was_ready = True
             self._num_failed, self._pause_s = 0, _FIRST_PAUSE_S
             logger.info("%s is ready", _name(member))
@@ -293,10 +308,22 @@ class Fleet:
             if not member.is_told and drained_s >= _UNLISTED_S:
                 member.is_told = True
                 member.engine.signal(signal.SIGTERM)
-            if not member.is_killed and drained_s >= _UNLISTED_S + self._limits.drain_s + _DRAIN_MARGIN_S:
-                member.is_killed = True
-                logger.error("%s has not stopped %g s after it was drained: killing it", _name(member), drained_s)
-                member.engine.signal(signal.SIGKILL)
+            if drained_s >= _UNLISTED_S + self._limits.drain_s + _DRAIN_MARGIN_S:
+                self._kill(member, f"has not stopped {drained_s:g} s after it was drained")
+
+    def _kill_slow(self, now: float) -> None:
+        for member in self._active():
+            if member.placed_at is None or member.was_ready:
+                continue
+            if now - member.placed_at >= self._limits.start_s:
+                self._kill(member, f"is not ready after {self._limits.start_s:g} s")
+
+    @staticmethod
+    def _kill(member: _Member, why: str) -> None:
+        if not member.is_killed:
+            member.is_killed = True
+            logger.error("%s %s: killing it", _name(member), why)
+            member.engine.signal(signal.SIGKILL)
 
     def _check_room(self, now: float) -> None:
         placeless = [member for member in self._active() if member.engine.url is None]
@@ -315,6 +342,7 @@ class Fleet:
             self._undo(why)
         else:
             logger.warning("%s", why)
+            self.resize(max(self.size - len(late), self._limits.min_size))
             for member in late:
                 member.waits_from = now
 

@@ -28,7 +28,8 @@ class Settings(msgspec.Struct, frozen=True):
     environment: Variables of an engine.
     num_threads: Of an engine. None divides the CPUs of the nodes.
     uses_gpu: None means True if the cluster has GPUs.
-    timeout_s: Limit on finding room for the first engines.
+    timeout_s: Limit on finding room for the first engines, and for added engines.
+    start_s: Time in which a placed engine must be ready.
     stop_s: Time in which the requests of all engines end when the command stops.
     drain_s: Time in which the requests of a drained engine end.
     is_again: True if an earlier driver had found room for all engines. Then missing room is no failure.
@@ -46,6 +47,7 @@ class Settings(msgspec.Struct, frozen=True):
     uses_gpu: bool | None
     operator_key: str | None
     timeout_s: float
+    start_s: float
     stop_s: float
     drain_s: float
     log_level: str
