@@ -28,10 +28,14 @@ def figures(sum_s=0.0, count=0.0, running=0.0, waiting=0.0, limit=8.0):
     return read_figures((text + (f"octavo:max_num_seqs {limit}\n" if limit else "")).encode())
 
 
-def test_metrics_are_read():
+VLLM = TEXT.replace("octavo:", "vllm:").replace("vllm:max_num_seqs", "octavo:max_num_seqs")
+
+
+@pytest.mark.parametrize("text", [TEXT, VLLM, TEXT + TEXT.replace("octavo:", "vllm:")], ids=["octavo", "vllm", "both"])
+def test_metrics_are_read_with_each_prefix(text):
+    read = read_figures(text.encode())
     names = ("request_queue_time_seconds_sum", "request_queue_time_seconds_count", "num_requests_running")
-    read = read_figures(TEXT.encode())
-    assert [read[b"octavo:" + name.encode()] for name in names] == [2.5, 5.0, 3.0]
+    assert [read[name.encode()] for name in (*names, "num_requests_waiting", "max_num_seqs")] == [2.5, 5.0, 3.0, 2.0, 8.0]
     assert len(read) == 5
 
 

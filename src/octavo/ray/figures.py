@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 _TIMEOUT_S = 1.0
 _NUM_THREADS = 16
-_QUEUE_SUM, _QUEUE_COUNT = b"octavo:request_queue_time_seconds_sum", b"octavo:request_queue_time_seconds_count"
-_RUNNING, _WAITING, _LIMIT = b"octavo:num_requests_running", b"octavo:num_requests_waiting", b"octavo:max_num_seqs"
+_QUEUE_SUM, _QUEUE_COUNT = b"request_queue_time_seconds_sum", b"request_queue_time_seconds_count"
+_RUNNING, _WAITING, _LIMIT = b"num_requests_running", b"num_requests_waiting", b"max_num_seqs"
 _NAMES = (_QUEUE_SUM, _QUEUE_COUNT, _RUNNING, _WAITING, _LIMIT)
-_SAMPLE = re.compile(b"^(" + b"|".join(_NAMES) + rb")(?:\{[^\n]*\})? (\S+)$", re.MULTILINE)
+_SAMPLE = re.compile(b"^(octavo|vllm):(" + b"|".join(_NAMES) + rb")(?:\{[^\n]*\})? (\S+)$", re.MULTILINE)
 
 Figures = dict[bytes, float]
 
 
 def read_figures(text: bytes) -> Figures:
-    """Read the metrics of an engine."""
-    figures: Figures = {}
-    for name, value in _SAMPLE.findall(text):
-        figures[name] = figures.get(name, 0.0) + float(value)
-    return figures
+    """Read the metrics of an engine, by their names without prefix. The prefix depends on `--metrics-prefix`."""
+    figures: dict[bytes, Figures] = {b"vllm": {}, b"octavo": {}}
+    for prefix, name, value in _SAMPLE.findall(text):
+        figures[prefix][name] = figures[prefix].get(name, 0.0) + float(value)
+    return {**figures[b"vllm"], **figures[b"octavo"]}
 
 
 @dataclass(slots=True)
