@@ -78,16 +78,16 @@ def test_place_is_freed_although_the_engine_cannot_be_killed(calls, cluster):
 
 def test_failed_start_frees_the_place(calls, cluster):
     calls.failing = {"start"}
-    with pytest.raises(ClusterError, match="^the head node does not respond"):
+    with pytest.raises(ClusterError, match=r"^the head node does not respond"):
         cluster.start(["m"])
     assert calls.done[-1] == "remove_placement_group"
     calls.failing = {"placement_group"}
-    with pytest.raises(ClusterError, match="^the head node does not respond"):
+    with pytest.raises(ClusterError, match=r"^the head node does not respond"):
         cluster.start(["m"])
 
 
 def test_failed_requests_are_errors_of_the_cluster(calls, cluster):
     calls.failing = {"request_resources", "available_resources"}
-    with pytest.raises(ClusterError, match="^the head node does not respond"):
+    with pytest.raises(ClusterError, match=r"^the head node does not respond"):
         cluster.request(2)
     assert cluster.room().startswith("the free resources are unknown: the head node does not respond")

@@ -70,7 +70,9 @@ def test_driver_carries_out_orders_reports_and_stops():
         ("remove_all",),
     ]
     restart = Restart(words=("n",), num_replicas=1, num_threads=3, uses_gpu=True)
-    report = Report(("http://a",), is_connected=True, is_placed=True, was_ready=True, is_replacing=True, restart=restart)
+    report = Report(
+        ("http://a",), is_connected=True, is_placed=True, was_ready=True, is_replacing=True, restart=restart
+    )
     assert channel.reports == [report] * 4
 
 

@@ -35,7 +35,13 @@ VLLM = TEXT.replace("octavo:", "vllm:").replace("vllm:max_num_seqs", "octavo:max
 def test_metrics_are_read_with_each_prefix(text):
     read = read_figures(text.encode())
     names = ("request_queue_time_seconds_sum", "request_queue_time_seconds_count", "num_requests_running")
-    assert [read[name.encode()] for name in (*names, "num_requests_waiting", "max_num_seqs")] == [2.5, 5.0, 3.0, 2.0, 8.0]
+    assert [read[name.encode()] for name in (*names, "num_requests_waiting", "max_num_seqs")] == [
+        2.5,
+        5.0,
+        3.0,
+        2.0,
+        8.0,
+    ]
     assert len(read) == 5
 
 

@@ -91,7 +91,7 @@ def test_failed_start_raises_its_reason(program, expected, caplog):
 def test_process_that_cannot_be_started_is_a_failure():
     made = RayProcess("unused", FIRST)
     made._command = ["/no/such/program"]
-    with pytest.raises(ConfigError, match="the process that uses Ray cannot be started: .*/no/such/program"), made:
+    with pytest.raises(ConfigError, match=r"the process that uses Ray cannot be started: .*/no/such/program"), made:
         pass
 
 

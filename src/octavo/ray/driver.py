@@ -120,7 +120,7 @@ class Driver:
 def main() -> None:
     """Run the process."""
     channel = Channel()
-    from octavo.ray.cluster import RayCluster, connect, disconnect  # may print, so that the channel is made first
+    from octavo.ray.cluster import RayCluster, connect, disconnect  # noqa: PLC0415 - Ray may print
 
     settings = channel.first(Settings)
     logs.configure(settings.log_level.upper(), settings.log_format)

@@ -58,7 +58,8 @@ class LoadReader:
         texts = list(self._pool.map(lambda url: fetch(f"{url}/metrics", self.key, _TIMEOUT_S), urls))
         if all(text is None for text in texts):
             return None
-        return self.load({url: text and read_figures(text) for url, text in zip(urls, texts, strict=True)}, now)
+        figures = [None if text is None else read_figures(text) for text in texts]
+        return self.load(dict(zip(urls, figures, strict=True)), now)
 
     def load(self, figures: Mapping[str, Figures | None], now: float) -> Load:
         """Return the load at a time. The queue time of a silent engine is the time since its last answer.

@@ -12,8 +12,8 @@ _LOOK_S = 0.5
 def main() -> None:
     """Report the addresses until the input ends."""
     channel = Channel()
-    from octavo.ray.cluster import connect  # may print, so that the channel is made first
-    from octavo.ray.named_engines import NamedEngines
+    from octavo.ray.cluster import connect  # noqa: PLC0415 - Ray may print
+    from octavo.ray.named_engines import NamedEngines  # noqa: PLC0415
 
     search = channel.first(Search)
     logs.configure(search.log_level.upper(), search.log_format)
