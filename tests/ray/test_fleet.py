@@ -436,6 +436,42 @@ def test_second_replacement_that_fails_restores_the_options_before_the_first(rea
     assert (ready.fleet.words, ready.fleet.is_replacing) == (("old",), False)
 
 
+def test_return_to_the_previous_options_waits_for_room(ready, caplog):
+    ready.fleet.replace(("new",))
+    ready.step()
+    ready.get_ready()
+    ready.cluster.engines[0].end = "it exited with status 0"
+    ready.step()
+    ready.step(60.0)  # another engine takes the free place
+    ready.step()
+    assert [(each.name, each.words) for each in ready.cluster.running()] == [
+        ("e1", ("old",)),
+        ("e2", ("new",)),
+        ("e4", ("old",)),
+    ]
+    for _ in range(121):
+        ready.step(1.0)
+    assert ready.names() == ["e1", "e2", "e4"]
+    assert caplog.text.count("the previous options stay") == 3
+    ready.get_ready()
+    assert ready.cluster.engines[2].is_unlisted
+    ready.cluster.engines[2].end = "it exited with status 0"
+    ready.step()
+    assert ready.names() == ["e1", "e4"]
+    assert not ready.fleet.is_replacing
+
+
+def test_restart_of_all_engines_without_room_ends(ready):
+    ready.fleet.replace(("old",))
+    ready.step()
+    ready.step(60.0)
+    ready.step()
+    assert ready.names() == ["e0", "e1"]
+    assert not ready.fleet.is_replacing
+    ready.step(60.0)
+    assert ready.names() == ["e0", "e1"]
+
+
 def test_drained_engine_that_does_not_end_is_killed(ready, caplog):
     ready.fleet.resize(1)
     ready.step()

@@ -256,12 +256,12 @@ class Fleet:
 
     def _undo(self, why: str) -> None:
         """End a replacement. Engines with the new options are replaced by engines with the previous options."""
-        if not (old := self._old()):
+        if not self._old():
             return
         logger.error("%s; the previous options stay", why)
         self._words = self.words
         self._generation += 1
-        for member in old:
+        for member in self._active():
             if member.words == self.words:
                 member.generation = self._generation
         for member in self._old():
@@ -343,8 +343,8 @@ class Fleet:
         else:
             logger.warning("%s", why)
             self.resize(max(self.size - len(late), self._limits.min_size))
-            for member in late:
-                member.waits_from = now
+        for member in late:
+            member.waits_from = now
 
     def _needs(self) -> str:
         return " and ".join(f"{number} {kind}s" for kind, number in self._cluster.bundle.items())
