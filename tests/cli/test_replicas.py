@@ -94,6 +94,8 @@ def test_engines_on_ray_get_options_limits_and_a_key(launched, monkeypatch):
     )
     settings = launcher._first
     assert settings.words == ("--seed", "7", "--shutdown-timeout", str(config.request_timeout_s - 30))
+    assert settings.start_s == 3600.0
+    assert settings.drain_s == config.request_timeout_s - 30
     assert (settings.num_replicas, settings.min_replicas, settings.max_replicas) == (2, 2, 3)
     assert (settings.num_threads, settings.num_ranks, settings.uses_gpu, settings.address) == (5, 1, None, None)
     assert len(config.client_key) > 40
@@ -176,6 +178,7 @@ def test_other_router_searches_the_cluster(launched):
         ("--launcher", "ray", "--replicas", "3", "--max-replicas", "2"),
         ("--launcher", "ray", "--replicas", "1", "--min-replicas", "2"),
         ("--launcher", "ray", "--ray-timeout", "inf"),
+        ("--launcher", "ray", "--ray-start-timeout", "inf"),
         ("--launcher", "k8s"),
     ],
 )

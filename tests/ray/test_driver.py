@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from types import SimpleNamespace
 
 import msgspec
@@ -12,7 +11,7 @@ import pytest
 from ray_nodes import needs_ray
 
 from octavo.errors import ConfigError
-from octavo.ray.messages import Kept, Order, Report
+from octavo.ray.messages import Order, Report, Restart
 
 pytestmark = needs_ray
 
@@ -37,7 +36,7 @@ class Fleet:
     def __init__(self, failure=None):
         self.calls, self.failure = [], failure
         self.urls, self.is_placed, self.was_ready, self.settled_at, self.size = ("http://a",), True, True, 0.0, 1
-        self.kept_words, self.resized_at = ("m",), 0.0
+        self.words, self.is_replacing, self.ready_urls = ("n",), True, self.urls
 
     def __getattr__(self, name):
         def note(*values):
@@ -74,8 +73,8 @@ def test_driver_carries_out_orders_reports_and_stops():
     from octavo.ray.driver import Driver
 
     channel = Channel(Order(reload=True), Order(silent="http://a"), Order(words=("n",)))
-    fleet, cluster = Fleet(), Cluster()
-    Driver(settings(), fleet, cluster, channel).run()
+    fleet = Fleet()
+    Driver(settings(num_replicas=2, num_threads=3, uses_gpu=True), fleet, channel).run()
     names = [call for call in fleet.calls if call[0] != "step"]
     assert cluster.requested == [0]
     assert names == [
@@ -86,7 +85,11 @@ def test_driver_carries_out_orders_reports_and_stops():
         ("remove_ended",),
         ("remove_all",),
     ]
-    assert channel.reports == [Report(("http://a",), is_placed=True, was_ready=True, kept=KEPT)] * 4
+    restart = Restart(words=("n",), num_replicas=1, num_threads=3, uses_gpu=True)
+    report = Report(
+        ("http://a",), is_connected=True, is_placed=True, was_ready=True, is_replacing=True, restart=restart
+    )
+    assert channel.reports == [report] * 4
 
 
 def test_driver_ends_after_failure():
@@ -98,59 +101,80 @@ def test_driver_ends_after_failure():
     assert [report.failure for report in channel.reports] == ["no room"]
 
 
-@pytest.mark.parametrize(("most", "expected"), [(1, []), (4, [("resize", 2)])])
-def test_driver_resizes_only_between_different_bounds(most, expected, monkeypatch):
-    from octavo.ray import driver
-
-    monkeypatch.setattr(driver, "choose_size", lambda loads, size, since, limits: limits.max_replicas // 2)
-    channel, fleet = Channel(None), Fleet()
-    made = driver.Driver(settings(max_replicas=most), fleet, Cluster(), channel)
-    made._reader = SimpleNamespace(read=lambda urls, now: None, num_open=None)
-    made.run()
-    assert [call for call in fleet.calls if call[0] == "resize"] == expected
-
-
-@pytest.mark.parametrize(("wanted", "expected"), [(2, [("resize", 2)]), (4, [])])
-def test_driver_shrinks_but_does_not_grow_while_an_engine_has_no_room(wanted, expected, monkeypatch):
-    from octavo.ray import driver
-
-    monkeypatch.setattr(driver, "choose_size", lambda loads, size, since, limits: wanted)
-    channel, fleet = Channel(None), Fleet()
-    fleet.size, fleet.settled_at = 3, None
-    made = driver.Driver(settings(max_replicas=4), fleet, Cluster(), channel)
-    made._reader = SimpleNamespace(read=lambda urls, now: None, num_open=None)
-    made.run()
-    assert [call for call in fleet.calls if call[0] == "resize"] == expected
-
-
-def test_driver_continues_if_the_cluster_does_not_answer(monkeypatch, caplog):
-    from octavo.ray import driver
-
-    def fail(*_):
-        raise RuntimeError("no head")
-
-    monkeypatch.setattr(driver, "_RETRY_S", 0.0)
-    channel, fleet, cluster = Channel(None, Order(reload=True)), Fleet(), Cluster()
-    fleet.step = cluster.request = fail
-    driver.Driver(settings(), fleet, cluster, channel).run()
-    assert ("reload",) in fleet.calls
-    assert ("stop",) in fleet.calls
-    assert "the Ray cluster does not answer" in caplog.text
-    fleet.is_placed = False
-    with pytest.raises(RuntimeError, match="no head"):
-        driver.Driver(settings(), fleet, cluster, Channel(None)).run()
-
-
-@pytest.mark.parametrize("blocks", [False, True])
-def test_beats_continue_while_the_cluster_does_not_answer(monkeypatch, blocks):
+def test_engines_get_beats_while_the_fleet_is_blocked_and_while_it_stops(monkeypatch):
     from octavo.ray import driver
 
     monkeypatch.setattr(driver, "_BEAT_S", 0.01)
-    fleet, beats = Fleet(), threading.Event()
-    fleet.beat = beats.set
-    fleet.step = (lambda *_: beats.wait(60.0)) if blocks else (lambda *_: time.sleep(0.1))
-    driver.Driver(settings(), fleet, Cluster(), Channel(None)).run()
-    assert beats.is_set()
+    channel, fleet, beats = Channel(), Fleet(), threading.Semaphore(0)
+    are_told = []
+
+    def block(*_):
+        are_told.append([beats.acquire(timeout=20) for _ in range(3)])
+        return True
+
+    fleet.beat = beats.release
+    fleet.step = fleet.remove_ended = block
+    driver.Driver(settings(), fleet, channel).run()
+    assert are_told == [[True] * 3] * 2
+
+
+def test_error_of_the_driver_stops_the_fleet():
+    from octavo.ray.driver import Driver
+
+    fleet = Fleet()
+    fleet.step = lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        Driver(settings(), fleet, Channel()).run()
+    assert fleet.calls == [("stop",)]
+
+
+@pytest.fixture
+def scaled(monkeypatch):
+    """Return a function that makes a driver whose sizes are scripted, and the numbers of loads that chose them."""
+    from octavo.ray import driver
+
+    num_loads = []
+
+    def choose(loads, size, since, limits):
+        num_loads.append(len(loads))
+        return limits.max_replicas // 2
+
+    monkeypatch.setattr(driver, "choose_size", choose)
+
+    def make(fleet, most=4):
+        made = driver.Driver(settings(max_replicas=most), fleet, Channel(None))
+        made._reader = SimpleNamespace(read=lambda urls, now: urls, num_open=None)
+        return made, num_loads
+
+    return make
+
+
+@pytest.mark.parametrize(("most", "expected"), [(1, []), (4, [("resize", 2)])])
+def test_driver_resizes_only_between_different_bounds(most, expected, scaled):
+    fleet = Fleet()
+    scaled(fleet, most)[0].run()
+    assert [call for call in fleet.calls if call[0] == "resize"] == expected
+
+
+def test_driver_resizes_while_engines_are_missing_but_not_without_a_ready_engine(scaled):
+    fleet = Fleet()
+    fleet.settled_at = None
+    made, _ = scaled(fleet)
+    made.run()
+    assert ("resize", 2) in fleet.calls
+    fleet.calls.clear()
+    fleet.ready_urls = ()
+    made._scale(1e9)
+    assert fleet.calls == []
+
+
+def test_driver_forgets_loads_of_another_size(scaled):
+    fleet = Fleet()
+    made, num_loads = scaled(fleet)
+    for second in range(4):
+        fleet.size = 1 + second // 2
+        made._scale(1000.0 + second)
+    assert num_loads == [1, 2, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -161,6 +185,19 @@ def test_engines_get_the_most_threads_with_room_for_all(cpus, num_engines, expec
     from octavo.ray.cluster import threads_each
 
     assert threads_each(cpus, num_engines) == expected
+
+
+def test_driver_restarts_with_the_same_places_although_nodes_are_missing(monkeypatch):
+    from octavo.ray import cluster
+
+    nodes = [{"Alive": True, "Resources": {"CPU": 8.0, "GPU": 1.0}}, {"Alive": True, "Resources": {"CPU": 0.0}}]
+    monkeypatch.setattr(cluster.ray, "nodes", lambda: nodes)
+    first = cluster.RayCluster(settings(max_replicas=2))
+    assert first.bundle == {"CPU": 4, "GPU": 1}
+    del nodes[0]
+    assert cluster.RayCluster(first.settings).bundle == first.bundle
+    assert cluster.RayCluster(settings()).bundle == {"CPU": 1}
+    assert not cluster.RayCluster(settings()).settings.uses_gpu
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1", "ray://10.0.0.1:10001", "head:port"])

@@ -28,10 +28,20 @@ def figures(sum_s=0.0, count=0.0, running=0.0, waiting=0.0, limit=8.0):
     return read_figures((text + (f"octavo:max_num_seqs {limit}\n" if limit else "")).encode())
 
 
-def test_metrics_are_read():
+VLLM = TEXT.replace("octavo:", "vllm:").replace("vllm:max_num_seqs", "octavo:max_num_seqs")
+
+
+@pytest.mark.parametrize("text", [TEXT, VLLM, TEXT + TEXT.replace("octavo:", "vllm:")], ids=["octavo", "vllm", "both"])
+def test_metrics_are_read_with_each_prefix(text):
+    read = read_figures(text.encode())
     names = ("request_queue_time_seconds_sum", "request_queue_time_seconds_count", "num_requests_running")
-    read = read_figures(TEXT.encode())
-    assert [read[b"octavo:" + name.encode()] for name in names] == [2.5, 5.0, 3.0]
+    assert [read[name.encode()] for name in (*names, "num_requests_waiting", "max_num_seqs")] == [
+        2.5,
+        5.0,
+        3.0,
+        2.0,
+        8.0,
+    ]
     assert len(read) == 5
 
 
@@ -62,7 +72,7 @@ def test_load_has_longest_queue_time_and_sums():
     reader = LoadReader(None)
     reader.load({"a": figures(), "b": figures()}, 0.0)
     load = reader.load({"a": figures(1.0, 1, running=2), "b": figures(4.0, 1, running=3, waiting=1)}, 1.0)
-    assert (load.queue_time_s, load.num_running, load.max_num_running) == (4.0, 5.0, 16.0)
+    assert (load.queue_time_s, load.num_running, load.max_num_running_each) == (4.0, 5.0, 8.0)
     assert [reader.num_open(url) for url in "abc"] == [2.0, 4.0, 0.0]
     reader.load({"a": figures(1.0, 1)}, 2.0)
     assert reader.num_open("b") == 0.0
@@ -70,7 +80,7 @@ def test_load_has_longest_queue_time_and_sums():
 
 def test_missing_metrics_count_as_zero():
     load = LoadReader(None).load({"a": {}, "b": figures(running=1)}, 5.0)
-    assert (load.at, load.queue_time_s, load.num_running, load.max_num_running) == (5.0, 0.0, 1.0, None)
+    assert (load.at, load.queue_time_s, load.num_running, load.max_num_running_each) == (5.0, 0.0, 1.0, None)
     reader = LoadReader(None)
     reader.load({"a": {}}, 5.0)
     assert reader.num_open("a") == 0.0
@@ -78,7 +88,7 @@ def test_missing_metrics_count_as_zero():
 
 
 def test_limit_is_unknown_if_an_engine_does_not_tell_it():
-    assert LoadReader(None).load({"a": figures(), "b": figures(limit=0)}, 0.0).max_num_running is None
+    assert LoadReader(None).load({"a": figures(), "b": figures(limit=0)}, 0.0).max_num_running_each is None
 
 
 @pytest.fixture
@@ -102,13 +112,22 @@ def engine():
 def test_metrics_are_fetched_with_key(engine):
     load = LoadReader("key").read([engine], 0.0)
     assert load is not None
-    assert (load.num_running, load.max_num_running) == (3.0, 8.0)
+    assert (load.num_running, load.max_num_running_each) == (3.0, 8.0)
     assert LoadReader(None).read([engine], 0.0) is None  # 401
 
 
-def test_load_without_an_unreachable_engine_is_not_complete(engine):
+def test_silent_engine_counts_as_a_queue_and_hides_the_capacity(engine):
     load = LoadReader("key").read([engine, "http://127.0.0.1:1"], 0.0)
-    assert (load.num_running, load.is_complete) == (3.0, False)
-    assert LoadReader("key").read([engine], 0.0).is_complete
+    assert load is not None
+    assert (load.queue_time_s, load.num_running, load.max_num_running_each) == (0.0, 3.0, None)
     assert LoadReader("key").read(["http://127.0.0.1:1"], 0.0) is None
     assert LoadReader("key").read([], 0.0) is None
+
+
+def test_queue_time_of_a_silent_engine_is_its_silence():
+    reader = LoadReader(None)
+    answers = [None, figures(), None, None, figures(9.0, 3), None]
+    waits = [reader.load({"a": figures(), "b": each}, float(now)).queue_time_s for now, each in enumerate(answers)]
+    assert waits == [0.0, 0.0, 1.0, 2.0, 3.0, 1.0]
+    reader.load({"a": figures()}, 6.0)  # another engine with this address
+    assert reader.load({"a": figures(), "b": None}, 7.0).queue_time_s == 0.0

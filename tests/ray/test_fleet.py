@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from octavo.ray.fleet import Fleet
+from octavo.ray.fleet import ClusterError, Fleet, FleetLimits
 
 
 class Engine:
@@ -43,17 +43,27 @@ class Engine:
 
 
 class Cluster:
-    """A fake cluster. engines: All that were ever started. requested: Sizes for the autoscaler."""
+    """A fake cluster.
+
+    engines: All that were ever started. requested: Sizes for the autoscaler. is_down: True if calls fail.
+    """
 
     def __init__(self):
         self.bundle = {"CPU": 2, "GPU": 1}
         self.engines, self.requested = [], []
+        self.is_down = False
+
+    def _check(self):
+        if self.is_down:
+            raise ClusterError("the head node does not respond")
 
     def start(self, words):
+        self._check()
         self.engines.append(Engine(f"e{len(self.engines)}", words))
         return self.engines[-1]
 
     def request(self, num_engines):
+        self._check()
         self.requested.append(num_engines)
 
     def room(self):
@@ -66,10 +76,11 @@ class Cluster:
 class Drill:
     """A fleet and its clock."""
 
-    def __init__(self, size=2, timeout_s=60.0, **options):
+    def __init__(self, size=2, timeout_s=60.0, min_size=None):
         self.now = 1000.0
         self.cluster = Cluster()
-        self.fleet = Fleet(self.cluster, ["old"], size, timeout_s, self.now, **options)
+        limits = FleetLimits(timeout_s=timeout_s, start_s=500.0, drain_s=100.0, min_size=min_size or size)
+        self.fleet = Fleet(self.cluster, ("old",), size, limits, self.now)
         self.loads = {}
         self.step()
 
@@ -97,7 +108,7 @@ def test_engines_are_placed_then_ready():
     drill = Drill()
     fleet, (first, second) = drill.fleet, drill.cluster.engines
     assert (fleet.urls, fleet.is_placed, fleet.was_ready, fleet.settled_at) == ((), False, False, None)
-    assert first.words == ["old"]
+    assert first.words == ("old",)
     assert drill.cluster.requested == [2]
     first.place()
     drill.step()
@@ -209,6 +220,47 @@ def test_missing_room_later_is_logged_once_per_timeout(ready, caplog):
     assert ready.fleet.urls == ("http://e1",)
 
 
+@pytest.mark.parametrize(("min_size", "expected"), [(1, ["e0", "e1"]), (3, ["e0", "e1", "e3"])])
+def test_added_engines_without_room_are_given_up_after_the_timeout(min_size, expected, caplog):
+    drill = Drill(2, min_size=min_size)
+    drill.get_ready()
+    drill.fleet.resize(4)
+    drill.step()
+    drill.step(59.0)
+    assert drill.names() == ["e0", "e1", "e2", "e3"]
+    for _ in range(3):
+        drill.step(1.0)
+    assert drill.names() == expected
+    assert drill.fleet.size == len(expected)
+    assert "no node has room for e2" in caplog.text
+    assert drill.fleet.failure is None
+    assert (drill.fleet.settled_at is not None) == (min_size == 1)
+
+
+def test_engine_that_does_not_get_ready_in_time_is_killed_and_counts_as_failed(ready, caplog):
+    ready.cluster.engines[1].end = "node lost"
+    ready.step()
+    ready.step(1.0)
+    slow = ready.cluster.engines[2]
+    slow.place()
+    ready.step(50.0)
+    assert ready.fleet.urls == ("http://e0", "http://e2")
+    assert ready.fleet.ready_urls == ("http://e0",)
+    ready.step(499.9)
+    assert slow.signals == []
+    ready.step(0.1)
+    ready.step(1.0)
+    assert slow.signals == [signal.SIGKILL]
+    assert "e2 (http://e2) is not ready after 500 s: killing it" in caplog.text
+    slow.end = "it exited with status -9"
+    ready.step()
+    ready.step(2.0)
+    assert ready.names() == ["e0", "e3"]
+    ready.get_ready()
+    ready.step(1000.0)
+    assert [engine.signals for engine in ready.cluster.running()] == [[], []]
+
+
 def test_drained_engine_is_unlisted_first_and_stopped_later(ready, caplog):
     caplog.set_level("INFO")
     ready.loads = {"http://e0": 3.0, "http://e1": 2.0}
@@ -243,17 +295,21 @@ def test_growth_starts_engines_and_shrinking_removes_placeless_ones_first(ready)
     ready.step()
     assert ready.names() == ["e0", "e1", "e2"]
     assert ready.fleet.urls == ("http://e0", "http://e1", "http://e2")
+    ready.fleet.resize(2)
+    ready.step()
+    assert ready.fleet.urls == ("http://e0", "http://e1")
+    assert ready.cluster.engines[2].is_unlisted
 
 
 def test_replacement_is_ready_before_an_old_engine_is_drained(ready):
-    ready.fleet.replace(["new"])
+    ready.fleet.replace(("new",))
     ready.step()
-    assert [engine.words for engine in ready.cluster.running()] == [["old"], ["old"], ["new"]]
+    assert [engine.words for engine in ready.cluster.running()] == [("old",), ("old",), ("new",)]
     ready.step(5.0)
     assert len(ready.names()) == 3
     assert len(ready.fleet.urls) == 2
     num_listed = []
-    while any(engine.words == ["old"] for engine in ready.cluster.running()):
+    while any(engine.words == ("old",) for engine in ready.cluster.running()):
         ready.get_ready()
         num_listed.append(len(ready.fleet.urls))
         for engine in ready.cluster.running():
@@ -262,14 +318,14 @@ def test_replacement_is_ready_before_an_old_engine_is_drained(ready):
         ready.step(1.0)
     assert min(num_listed) == 2
     ready.get_ready()
-    assert [engine.words for engine in ready.cluster.running()] == [["new"], ["new"]]
-    assert max(len([e for e in ready.cluster.engines if e.words == ["new"]]), 0) == 2
+    assert [engine.words for engine in ready.cluster.running()] == [("new",), ("new",)]
+    assert max(len([e for e in ready.cluster.engines if e.words == ("new",)]), 0) == 2
     ready.step(10.0)
     assert len(ready.names()) == 2
 
 
 def test_failing_replacement_keeps_old_engines(ready, caplog):
-    ready.fleet.replace(["bad"])
+    ready.fleet.replace(("bad",))
     for _ in range(3):
         ready.step(5.0)
         ready.cluster.running()[-1].end = "status 1"
@@ -277,15 +333,15 @@ def test_failing_replacement_keeps_old_engines(ready, caplog):
     ready.step(5.0)
     assert "the new replicas could not be started; the previous options stay" in caplog.text
     ready.step(100.0)
-    assert [(engine.name, engine.words) for engine in ready.cluster.running()] == [("e0", ["old"]), ("e1", ["old"])]
+    assert [(engine.name, engine.words) for engine in ready.cluster.running()] == [("e0", ("old",)), ("e1", ("old",))]
     ready.cluster.engines[0].end = "killed"
     ready.step()
     ready.step(100.0)
-    assert ready.cluster.running()[-1].words == ["old"]
+    assert ready.cluster.running()[-1].words == ("old",)
 
 
 def test_replacement_without_room_keeps_old_engines(ready, caplog):
-    ready.fleet.replace(["new"])
+    ready.fleet.replace(("new",))
     ready.step()
     ready.step(60.0)
     assert "no node has room for e2" in caplog.text
@@ -294,8 +350,143 @@ def test_replacement_without_room_keeps_old_engines(ready, caplog):
     assert ready.names() == ["e0", "e1"]
 
 
+def test_replacement_waits_for_the_place_of_a_drained_engine(ready, caplog):
+    ready.fleet.replace(("new",))
+    ready.step()
+    ready.get_ready()
+    drained = next(engine for engine in ready.cluster.engines if engine.is_unlisted)
+    for _ in range(100):  # a long request
+        ready.step(1.0)
+    assert [engine.words for engine in ready.cluster.running()] == [("old",), ("old",), ("new",), ("new",)]
+    assert "no node has room" not in caplog.text
+    drained.end = "it exited with status 0"
+    ready.step()
+    ready.step(59.0)
+    ready.get_ready()
+    ready.step(3.0)
+    for engine in ready.cluster.running():
+        if signal.SIGTERM in engine.signals:
+            engine.end = "it exited with status 0"
+    ready.step()
+    assert [engine.words for engine in ready.cluster.running()] == [("new",), ("new",)]
+
+
+def test_replacement_without_room_ends_after_the_place_of_a_drained_engine_is_free(ready, caplog):
+    ready.fleet.replace(("new",))
+    ready.step()
+    ready.get_ready()
+    ready.step()
+    ready.step(50.0)
+    next(engine for engine in ready.cluster.engines if engine.is_unlisted).end = "it exited with status 0"
+    ready.step(59.0)
+    assert "no node has room" not in caplog.text
+    ready.step(60.0)
+    assert "no node has room for e3" in caplog.text
+    assert "the previous options stay" in caplog.text
+
+
+def test_new_options_stay_only_after_a_complete_replacement(ready):
+    fleet = ready.fleet
+    assert (fleet.words, fleet.is_replacing) == (("old",), False)
+    fleet.replace(("new",))
+    for num_old in (2, 1):
+        ready.step()
+        assert len([engine for engine in ready.cluster.running() if engine.words == ("old",)]) == num_old
+        assert (fleet.words, fleet.is_replacing) == (("old",), True)
+        ready.get_ready()
+        for engine in ready.cluster.running():
+            if engine.is_unlisted:
+                engine.end = "it exited with status 0"
+    assert (fleet.words, fleet.is_replacing) == (("new",), False)
+    fleet.replace(("bad",))
+    ready.step()
+    ready.step(60.0)
+    assert (fleet.words, fleet.is_replacing) == (("new",), False)
+
+
+def test_new_options_do_not_stay_if_the_last_old_engine_ends_first(ready):
+    ready.fleet.replace(("bad",))
+    ready.step()
+    for engine in ready.cluster.engines[:2]:
+        engine.end = "node lost"
+    ready.step()
+    assert ready.fleet.is_replacing
+    ready.cluster.engines[2].end, ready.cluster.engines[2].is_fatal = "status 1", True
+    ready.step()
+    assert ready.fleet.failure == "e2 could not be started: status 1"
+    assert (ready.fleet.words, ready.fleet.is_replacing) == (("old",), True)
+
+
+def test_second_replacement_that_fails_restores_the_options_before_the_first(ready):
+    ready.fleet.replace(("new",))
+    ready.step()
+    ready.get_ready()
+    assert ready.fleet.is_replacing
+    ready.fleet.replace(("bad",))
+    next(engine for engine in ready.cluster.engines if engine.is_unlisted).end = "it exited with status 0"
+    ready.step()
+    ready.step(60.0)
+    for _ in range(4):
+        ready.get_ready()
+        for engine in ready.cluster.running():
+            if engine.is_unlisted:
+                engine.end = "it exited with status 0"
+        ready.step()
+    assert [engine.words for engine in ready.cluster.running()] == [("old",), ("old",)]
+    assert (ready.fleet.words, ready.fleet.is_replacing) == (("old",), False)
+
+
+def test_return_to_the_previous_options_waits_for_room(ready, caplog):
+    ready.fleet.replace(("new",))
+    ready.step()
+    ready.get_ready()
+    ready.cluster.engines[0].end = "it exited with status 0"
+    ready.step()
+    ready.step(60.0)  # another engine takes the free place
+    ready.step()
+    assert [(each.name, each.words) for each in ready.cluster.running()] == [
+        ("e1", ("old",)),
+        ("e2", ("new",)),
+        ("e4", ("old",)),
+    ]
+    for _ in range(121):
+        ready.step(1.0)
+    assert ready.names() == ["e1", "e2", "e4"]
+    assert caplog.text.count("the previous options stay") == 3
+    ready.get_ready()
+    assert ready.cluster.engines[2].is_unlisted
+    ready.cluster.engines[2].end = "it exited with status 0"
+    ready.step()
+    assert ready.names() == ["e1", "e4"]
+    assert not ready.fleet.is_replacing
+
+
+def test_restart_of_all_engines_without_room_ends(ready):
+    ready.fleet.replace(("old",))
+    ready.step()
+    ready.step(60.0)
+    ready.step()
+    assert ready.names() == ["e0", "e1"]
+    assert not ready.fleet.is_replacing
+    ready.step(60.0)
+    assert ready.names() == ["e0", "e1"]
+
+
+def test_drained_engine_that_does_not_end_is_killed(ready, caplog):
+    ready.fleet.resize(1)
+    ready.step()
+    drained = next(engine for engine in ready.cluster.engines if engine.is_unlisted)
+    ready.step(2.0)
+    ready.step(129.9)
+    assert drained.signals == [signal.SIGTERM]
+    ready.step(0.1)
+    ready.step(10.0)
+    assert drained.signals == [signal.SIGTERM, signal.SIGKILL]
+    assert "has not stopped 132 s after it was drained: killing it" in caplog.text
+
+
 def test_half_done_replacement_that_fails_is_undone(ready):
-    ready.fleet.replace(["new"])
+    ready.fleet.replace(("new",))
     ready.step()
     ready.get_ready()  # e2 is ready, one old engine is drained
     ready.step()
@@ -312,7 +503,25 @@ def test_half_done_replacement_that_fails_is_undone(ready):
         for engine in ready.cluster.running():
             if signal.SIGTERM in engine.signals:
                 engine.end = "it exited with status 0"
-    assert [engine.words for engine in ready.cluster.running()] == [["old"], ["old"]]
+    assert [engine.words for engine in ready.cluster.running()] == [("old",), ("old",)]
+
+
+def test_engines_that_end_together_end_a_replacement_once(caplog):
+    drill = Drill(3)
+    drill.get_ready()
+    drill.fleet.replace(("bad",))
+    drill.step()
+    drill.cluster.engines[1].end = drill.cluster.engines[2].end = "node lost"
+    drill.step()
+    drill.step(5.0)
+    assert drill.names() == ["e0", "e3", "e4"]
+    for engine in drill.cluster.engines[3:]:
+        engine.end, engine.is_fatal = "other version", True
+    drill.step()
+    assert drill.names() == ["e0"]
+    assert caplog.text.count("the previous options stay") == 1
+    drill.step(60.0)
+    assert [engine.words for engine in drill.cluster.running()] == [("old",)] * 3
 
 
 @pytest.mark.parametrize("is_fatal", [False, True])
@@ -368,15 +577,46 @@ def test_signals_reach_engines(ready, caplog):
 
 
 def test_beats_reach_all_engines(ready):
+    ready.fleet.resize(1)
+    ready.step()
     ready.fleet.beat()
     ready.fleet.beat()
     assert [engine.num_beats for engine in ready.cluster.engines] == [2, 2]
+
+
+def test_starts_are_repeated_after_growing_pauses_while_the_cluster_does_not_respond(ready, caplog):
+    ready.cluster.is_down = True
+    ready.cluster.engines[1].end = "node lost"
+    for _ in range(16):
+        ready.step(1.0)
+    assert caplog.text.count("a replica could not be started: the head node does not respond") == 4
+    assert ready.fleet.failure is None
+    ready.cluster.is_down = False
+    for _ in range(16):
+        ready.step(1.0)
+    assert ready.names() == ["e0", "e2"]
+
+
+def test_request_for_nodes_is_repeated_every_ten_seconds(ready, caplog):
+    ready.cluster.is_down = True
+    ready.fleet.resize(3)
+    for _ in range(10):
+        ready.step(1.0)
+    assert caplog.text.count("the autoscaler was not asked for 3 replicas: the head node does not respond") == 1
+    ready.cluster.is_down = False
+    ready.step(1.0)
+    ready.step(10.0)
+    assert ready.cluster.requested == [2, 3]
+    ready.cluster.is_down = True
+    ready.fleet.stop()
+    assert ready.cluster.engines[0].signals == [signal.SIGTERM]
 
 
 def test_stop_frees_all_places(ready):
     first, second = ready.cluster.engines
     ready.fleet.stop()
     assert first.is_unlisted
+    assert ready.cluster.requested == [2, 0]
     assert (first.signals, second.signals) == ([signal.SIGTERM], [signal.SIGTERM])
     assert not ready.fleet.remove_ended()
     first.look = lambda: setattr(first, "end", "it exited with status 0")

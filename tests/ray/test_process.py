@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import subprocess
 import sys
+import threading
 import time
 
 import msgspec
@@ -13,13 +16,14 @@ from running import wait_until
 
 from octavo.errors import ConfigError
 from octavo.ray import process
-from octavo.ray.messages import Order, Search, Settings
+from octavo.ray.messages import Order, Report, Restart, Search, Settings
 from octavo.ray.process import RayProcess, check_ray_installed
 from octavo.ray.replicas import RayReplicas
 
 FIRST = Search("10.0.0.1:6379", "info", "text")
-WELL = '{"urls":["http://a"],"is_placed":true,"was_ready":true}'
-PLACED = '{"is_placed":true}'
+WELL = '{"urls":["http://a"],"is_connected":true,"is_placed":true,"was_ready":true}'
+CONNECTED = '{"is_connected":true}'
+PLACED = '{"is_connected":true,"is_placed":true}'
 SETTINGS = Settings(
     address=None,
     words=("m",),
@@ -33,8 +37,9 @@ SETTINGS = Settings(
     uses_gpu=None,
     operator_key=None,
     timeout_s=1.0,
+    start_s=3600.0,
     stop_s=0.0,
-    drain_s=1.0,
+    drain_s=0.0,
     log_level="info",
     log_format="text",
 )
@@ -72,6 +77,8 @@ def test_messages_reach_child_and_reports_its_parent(tmp_path):
         ("""print('{"failure":"there is no room"}')""", "there is no room"),
         # one engine was ready, and another one found no room
         ("""print('{"was_ready":true}')\nprint('{"failure":"there is no room"}')""", "there is no room"),
+        ("print('hello', flush=True)\ninput()\ninput()", "wrote a line that is no report: b'hello"),
+        (r"import os; os.write(1, b'\xff\n'); input(); input()", "wrote a line that is no report"),
         ("raise SystemExit(3)", "the process that uses Ray has exited with status 3"),
     ],
 )
@@ -81,15 +88,50 @@ def test_failed_start_raises_its_reason(program, expected, caplog):
     assert caplog.text == ""
 
 
+def test_process_that_cannot_be_started_is_a_failure():
+    made = RayProcess("unused", FIRST)
+    made._command = ["/no/such/program"]
+    with pytest.raises(ConfigError, match=r"the process that uses Ray cannot be started: .*/no/such/program"), made:
+        pass
+
+
 def test_silent_child_is_killed_at_its_deadline(monkeypatch):
     monkeypatch.setattr(process, "_CONNECT_S", 0.2)
     monkeypatch.setattr(process, "_FIRST_PAUSE_S", 0.1)
-    made = playing("import time\ntime.sleep(60)", start_s=0.1)
-    made._start_s = 0.3
-    with pytest.raises(ConfigError, match=r"the Ray cluster has not answered within 0\.3 s"), made:
+    made = playing("import time\ntime.sleep(60)")
+    with pytest.raises(ConfigError, match=r"the Ray cluster has not answered within 0\.2 s"), made:
         pass
     assert made._child.returncode == -signal.SIGKILL
     assert not made._thread.is_alive()
+
+
+def test_child_that_finds_no_place_in_time_may_end_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "_FIRST_PAUSE_S", 0.1)
+    monkeypatch.setattr(process, "_LATE_S", 0.1)
+    path = tmp_path / "end"
+    program = (
+        f"import sys, time\nprint('{CONNECTED}', flush=True)\nsys.stdin.read()\ntime.sleep(0.5)\n"
+        "open(sys.argv[1], 'w').close()"
+    )
+    made = playing(program, str(path), start_s=0.1)
+    with pytest.raises(ConfigError, match=r"the process that uses Ray has not found places within 0\.2 s"), made:
+        pass
+    assert made._child.returncode == 0
+    assert path.exists()
+
+
+def test_time_for_places_begins_after_the_connection():
+    limits_s = []
+
+    class Changed(threading.Condition):
+        def wait_for(self, predicate, timeout=None):
+            limits_s.append(timeout)
+            return super().wait_for(predicate, timeout)
+
+    made = playing(ECHO(WELL), "/dev/null", start_s=7.0)
+    made._changed = Changed()
+    with made:
+        assert limits_s == [60.0, 37.0]
 
 
 def test_failure_after_placement_is_logged_and_final(caplog):
@@ -139,6 +181,16 @@ def test_failure_of_a_restart_keeps_the_addresses(tmp_path, monkeypatch, caplog)
         assert urls(made) == ["http://a"]
 
 
+@pytest.mark.parametrize("module", ["octavo.ray.driver", "octavo.ray.finder"])
+def test_text_that_ray_prints_is_no_report(module, tmp_path):
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "__init__.py").write_text("print('hello', flush=True)\nraise SystemExit(7)\n", encoding="utf-8")
+    command = [sys.executable, "-m", module]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (7, b"", b"hello\n")
+
+
 def test_missing_ray_is_refused(monkeypatch):
     monkeypatch.setattr(process.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"--launcher ray needs ray: pip install 'octavo\[ray\]'"):
@@ -156,6 +208,14 @@ def orders(tmp_path):
     return [msgspec.json.decode(line, type=Order) for line in lines]
 
 
+def restart(words):
+    return Restart(words=(words,), num_replicas=1, num_threads=None, uses_gpu=None)
+
+
+def starts(path):
+    return [msgspec.json.decode(line, type=Settings) for line in path.read_text().splitlines()]
+
+
 def test_orders_for_replicas(tmp_path):
     with replicas(tmp_path, lambda: ["n", "--seed", "1"]) as made:
         made.reload()
@@ -164,6 +224,7 @@ def test_orders_for_replicas(tmp_path):
         made.replace()
     words = ("n", "--seed", "1")
     assert orders(tmp_path) == [Order(reload=True), Order(silent="http://a"), Order(words=words)]
+    assert made._first.words == ("m",)  # until the child reports that the change is complete
 
 
 def test_restarted_driver_may_lack_room(tmp_path, monkeypatch):
@@ -172,9 +233,52 @@ def test_restarted_driver_may_lack_room(tmp_path, monkeypatch):
     program = f"import sys\nopen(sys.argv[1], 'a').write(input() + '\\n')\nprint('{WELL}', flush=True)"
     with playing(program, str(path), made=RayReplicas(SETTINGS, list)):
         wait_until(lambda: path.exists() and path.read_text().count("\n") >= 2, "it has restarted")
-    settings = [msgspec.json.decode(line, type=Settings) for line in path.read_text().splitlines()]
-    assert [each.is_again for each in settings[:2]] == [False, True]
-    assert settings[0] == SETTINGS
+    assert [each.is_again for each in starts(path)[:2]] == [False, True]
+    assert starts(path)[0] == SETTINGS
+
+
+def test_restarted_driver_gets_reported_settings(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "_FIRST_PAUSE_S", 0.05)
+    path = tmp_path / "settings"
+    kept = Restart(words=("n",), num_replicas=2, num_threads=3, uses_gpu=True)
+    well = msgspec.json.encode(Report(is_connected=True, is_placed=True, was_ready=True, restart=kept)).decode()
+    program = f"import sys\nopen(sys.argv[1], 'a').write(input() + '\\n')\nprint('{well}', flush=True)"
+    with playing(program, str(path), made=RayReplicas(SETTINGS, list)):
+        wait_until(lambda: path.exists() and path.read_text().count("\n") >= 2, "it has restarted")
+    assert starts(path)[0] == SETTINGS
+    changes = msgspec.structs.asdict(kept)
+    assert starts(path)[1] == msgspec.structs.replace(SETTINGS, **changes, is_again=True)
+
+
+@pytest.mark.parametrize("is_replacing", [True, False])
+def test_replacement_that_the_end_of_the_driver_interrupts_is_logged(is_replacing, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(process, "_FIRST_PAUSE_S", 0.05)
+    well = Report(is_connected=True, is_placed=True, was_ready=True, is_replacing=is_replacing, restart=restart("m"))
+    program = "import sys\ninput()\nprint(sys.argv[1], flush=True)\ninput()"
+    made = playing(program, msgspec.json.encode(well).decode(), made=RayReplicas(SETTINGS, lambda: ["n"]))
+    with made:
+        made.replace()
+        wait_until(lambda: "the replicas were not replaced: " in caplog.text, "the loss is logged")
+        assert made._first.words == ("m",)
+
+
+def test_replacement_without_a_driver_is_logged(caplog):
+    made = RayReplicas(SETTINGS, lambda: ["n"])
+    made.replace()
+    assert "the replicas were not replaced: the process that uses Ray has ended; send SIGUSR1 again" in caplog.text
+
+
+def test_replacement_that_has_ended_is_not_logged_as_interrupted(caplog):
+    made = RayReplicas(SETTINGS, lambda: ["n"])
+    made.send = lambda message: True
+    for words in ("n", "m"):  # complete, undone
+        made.replace()
+        for is_replacing in (False, True):
+            made._note(Report(is_replacing=is_replacing, restart=restart("m")))
+        made._note(Report(restart=restart(words)))
+        assert made._replacement is None
+        assert made._settings.words == (words,)
+    assert caplog.text == ""
 
 
 def test_restarted_driver_takes_over_what_the_previous_one_kept(tmp_path, monkeypatch):

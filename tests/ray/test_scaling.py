@@ -15,8 +15,8 @@ NUM_SEQS = 8.0
 AT = 1000.0
 
 
-def loads(queue_time_s, num_running, seconds, size=1):
-    return [Load(AT + at, queue_time_s, num_running, NUM_SEQS * size) for at in range(seconds + 1)]
+def loads(queue_time_s, num_running, seconds):
+    return [Load(AT + at, queue_time_s, num_running, NUM_SEQS) for at in range(seconds + 1)]
 
 
 @pytest.mark.parametrize(
@@ -37,10 +37,12 @@ def test_queue_time_counts_only_after_it_lasted(seconds, expected):
     assert choose_size(loads(9.0, 8, seconds), 1, 0.0, LIMITS) == expected
 
 
-def test_loads_before_the_last_change_do_not_count():
+def test_engines_are_added_only_while_all_are_ready():
     assert choose_size(loads(9.0, 8, 10), 1, AT + 9, LIMITS) == 1
     assert choose_size(loads(9.0, 8, 10), 1, AT + 8, LIMITS) == 2
     assert choose_size(loads(9.0, 8, 10), 1, AT + 11, LIMITS) == 1
+    assert choose_size(loads(9.0, 8, 10), 1, None, LIMITS) == 1
+    assert choose_size([], 1, 0.0, LIMITS) == 1
 
 
 @pytest.mark.parametrize(
@@ -48,7 +50,7 @@ def test_loads_before_the_last_change_do_not_count():
     [(5.6, 2, 1), (5.7, 2, 2), (0.0, 1, 1), (11.1, 3, 2), (11.3, 3, 3)],
 )
 def test_engine_is_removed_if_the_others_have_room(num_running, size, expected):
-    assert choose_size(loads(0.5, num_running, int(DOWN_AFTER_S), size), size, 0.0, LIMITS) == expected
+    assert choose_size(loads(0.5, num_running, int(DOWN_AFTER_S)), size, 0.0, LIMITS) == expected
 
 
 def test_engine_that_does_not_answer_prevents_shrinking_but_not_growth():
@@ -60,11 +62,16 @@ def test_engine_that_does_not_answer_prevents_shrinking_but_not_growth():
 
 
 def test_engine_is_removed_only_after_a_long_calm():
-    assert choose_size(loads(0.0, 0, int(DOWN_AFTER_S) - 1, 2), 2, 0.0, LIMITS) == 2
-    curve = loads(0.0, 0, int(DOWN_AFTER_S), 2)
+    assert choose_size(loads(0.0, 0, int(DOWN_AFTER_S) - 1), 2, 0.0, LIMITS) == 2
+    curve = loads(0.0, 0, int(DOWN_AFTER_S))
     assert choose_size(curve, 2, 0.0, LIMITS) == 1
-    curve[3] = Load(AT + 3, 0.6, 0, 2 * NUM_SEQS)
+    curve[3] = Load(AT + 3, 0.6, 0, NUM_SEQS)
     assert choose_size(curve, 2, 0.0, LIMITS) == 2
+
+
+def test_engine_is_removed_although_one_is_missing():
+    for size, num_running, expected in ((3, 11.2, 2), (3, 11.3, 3), (2, 5.6, 1), (1, 0.0, 1)):
+        assert choose_size(loads(0.0, num_running, int(DOWN_AFTER_S)), size, None, LIMITS) == expected
 
 
 def test_unknown_capacity_prevents_removal():
@@ -80,10 +87,11 @@ def test_size_follows_a_curve_up_and_down_without_oscillation():
         arrivals = 14.0 if 20 <= second < 200 else 1.0
         served = min(queue + arrivals, 4.0 * size)
         queue += arrivals - served
-        curve.append(Load(float(second), queue / (4.0 * size), min(2 * served, NUM_SEQS * size), NUM_SEQS * size))
+        curve.append(Load(float(second), queue / (4.0 * size), min(2 * served, NUM_SEQS * size), NUM_SEQS))
         wanted = choose_size(curve[-60:], size, since, LIMITS)
         if wanted != size:
             size, since = wanted, second + 5.0  # a new engine starts
+            curve.clear()
         sizes.append(size)
     assert sizes[:20] == [1] * 20
     assert max(sizes) == sizes[199] == 4

@@ -159,6 +159,22 @@ def test_killed_command_leaves_no_process(cluster):
 
 
 @pytest.mark.slow
+def test_killed_driver_is_replaced_with_all_engines(cluster):
+    with octavo(*serve_words(cluster, "--replicas", "2"), environment=cluster.environment) as running:
+        running.wait_ready(2)
+        before = engine_processes(folder=cluster.folder)
+        (driver,) = (each for each in processes_of(cluster.folder) if "octavo.ray.driver" in each.cmdline())
+        driver.kill()
+        wait(
+            lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in before), "ended", 30
+        )
+        wait(lambda: len(engine_processes(folder=cluster.folder)) == 2, "other engines have started")
+        running.wait_ready(2)
+        assert answer(running.http)
+    assert engine_processes(folder=cluster.folder) == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_own_cluster_ends_with_the_command(number):
     folder = tempfile.mkdtemp(prefix="oct", dir="/tmp")

@@ -36,7 +36,8 @@ _NOT_PASSED = {
     *("config", "host", "port", "insecure", "audit_log", "api_key", "debug", "help", "num_threads"),
     "kv_events_config",
     *("ssl_certfile", "ssl_keyfile", "allowed_host", "allowed_origin", "forwarded_allow_ips"),
-    *("replicas", "launcher", "ray_address", "ray_timeout", "min_replicas", "max_replicas", "target_queue_time"),
+    *("replicas", "launcher", "ray_address", "ray_timeout", "ray_start_timeout"),
+    *("min_replicas", "max_replicas", "target_queue_time"),
 }
 _NOT_PASSED_TO_NODES = _NOT_PASSED | {"shutdown_timeout"}
 _PATHS = {"model", "model_argument", "tokenizer", "chat_template"}
@@ -123,6 +124,7 @@ def _on_ray(
         uses_gpu=None if device.device is None else device.device == "cuda",
         operator_key=operator_key or engine_key,
         timeout_s=replicas.ray_timeout_s,
+        start_s=replicas.ray_start_timeout_s,
         stop_s=config.grace_s,
         drain_s=config.request_timeout_s,
         log_level=config.log_level,

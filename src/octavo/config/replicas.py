@@ -42,6 +42,13 @@ class ReplicasConfig:
         unit="SECONDS",
         low=0.001,
     )
+    ray_start_timeout_s: float = option(
+        3600.0,
+        "Time in which a replica in a Ray cluster must load its model. Then it is killed, and its start has failed.",
+        name="ray_start_timeout",
+        unit="SECONDS",
+        low=0.001,
+    )
     min_replicas: int | None = option(
         None, "Minimum number of replicas, with --launcher ray. Default: --replicas.", low=1
     )
@@ -60,7 +67,7 @@ class ReplicasConfig:
         check_choices(self)
         for name in ("num_replicas", "min_replicas", "max_replicas"):
             at_least(name, getattr(self, name), 1, may_be_none=name != "num_replicas")
-        for name in ("ray_timeout_s", "target_queue_time_s"):
+        for name in ("ray_timeout_s", "ray_start_timeout_s", "target_queue_time_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be a number above 0, got {getattr(self, name)}")
         if self.launcher != "ray" and (self.min_replicas or self.max_replicas or self.ray_address):

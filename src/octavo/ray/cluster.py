@@ -9,6 +9,7 @@ import secrets
 import socket
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import ray
 from ray.autoscaler.sdk import request_resources
 from ray.exceptions import RayError
@@ -17,6 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from octavo.errors import ConfigError
 from octavo.ray.engine_host import EngineHost, versions
+from octavo.ray.fleet import ClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,6 +31,7 @@ NAME_PREFIX = "octavo-engine-"
 _CONNECT_S = 5.0
 _OBJECT_STORE_BYTES = 128 << 20  # engines do not use it
 _NUM_CALLS = 8  # of an actor at a time
+_FAULTS = (RayError, RuntimeError, OSError, ValueError)  # of calls of Ray, if for example the head node is down
 
 
 def connect(address: str | None) -> None:
@@ -64,7 +67,11 @@ def _one_line(error: BaseException) -> str:
 
 
 class RayCluster:
-    """Places engines on the nodes of the connected cluster."""
+    """Places engines on the nodes of the connected cluster.
+
+    settings: With the number of threads, and True or False for the GPU. A restarted driver needs both, because at its
+    start perhaps only the head node is known again.
+    """
 
     def __init__(self, settings: Settings) -> None:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -73,7 +80,7 @@ class RayCluster:
             uses_gpu = any(resources.get("GPU") for resources in nodes)
         cpus = sorted((int(resources.get("CPU", 0)) for resources in nodes), reverse=True)
         num_threads = settings.num_threads or threads_each(cpus, settings.max_replicas)
-        self.num_threads, self.uses_gpu = num_threads, uses_gpu
+        self.settings = msgspec.structs.replace(settings, num_threads=num_threads, uses_gpu=uses_gpu)
         self.bundle = {"CPU": max(num_threads, settings.num_ranks)} | ({"GPU": 1} if uses_gpu else {})
         self._more = ["--num-threads", str(num_threads)]
         self._environment = settings.environment
@@ -81,19 +88,31 @@ class RayCluster:
         self._numbers = itertools.count()
 
     def start(self, words: Sequence[str]) -> RayEngine:
-        """Start an engine as soon as a node has room for it."""
+        """Start an engine as soon as a node has room for it. Raises `ClusterError`."""
         name = f"{NAME_PREFIX}{self._launcher}-{next(self._numbers)}"
-        return RayEngine(name, self.bundle, [*words, *self._more], self._environment)
+        try:
+            return RayEngine(name, self.bundle, [*words, *self._more], self._environment)
+        except _FAULTS as error:
+            raise ClusterError(_one_line(error)) from error
 
     def request(self, num_engines: int) -> None:
-        """Request nodes for a number of engines from the autoscaler of Ray."""
-        request_resources(bundles=[self.bundle] * num_engines)
+        """Request nodes for a number of engines from the autoscaler of Ray. Raises `ClusterError`.
+
+        The request replaces that of any other command in the cluster.
+        """
+        try:
+            request_resources(bundles=[self.bundle] * num_engines)
+        except _FAULTS as error:
+            raise ClusterError(_one_line(error)) from error
 
     @staticmethod
     def room() -> str:
         """Describe the free resources of all nodes."""
-        free = ray.available_resources()
-        nodes = sum(1 for node in ray.nodes() if node["Alive"])
+        try:
+            free = ray.available_resources()
+            nodes = sum(1 for node in ray.nodes() if node["Alive"])
+        except _FAULTS as error:
+            return f"the free resources are unknown: {_one_line(error)}"
         return f"{free.get('CPU', 0.0):g} CPUs and {free.get('GPU', 0.0):g} GPUs are free on {nodes} nodes"
 
 
@@ -121,20 +140,28 @@ class RayEngine:
         self.is_ready = self.is_fatal = False
         self.end: str | None = None
         self._group = placement_group([bundle], strategy="STRICT_PACK", name=name)
-        self._actor: Any = (
+        try:
+            self._actor = self._make_actor(bundle)
+            self._started = self._actor.start.remote(list(words), dict(environment), versions())
+        except BaseException:
+            self._free()
+            raise
+        self._ready: Any = None
+        self._ended: Any = None
+
+    def _make_actor(self, bundle: dict[str, int]) -> Any:
+        strategy = PlacementGroupSchedulingStrategy(self._group, 0)
+        return (
             ray.remote(EngineHost)
             .options(
-                name=name,
+                name=self.name,
                 num_cpus=bundle["CPU"],
                 num_gpus=bundle.get("GPU", 0),
                 max_concurrency=_NUM_CALLS,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, 0),
+                scheduling_strategy=strategy,
             )
             .remote()
         )
-        self._started = self._actor.start.remote(list(words), dict(environment), versions())
-        self._ready: Any = None
-        self._ended: Any = None
 
     def look(self) -> None:
         """Update the state."""
@@ -156,24 +183,27 @@ class RayEngine:
 
     def signal(self, number: int) -> None:
         """Send a signal to the engine."""
-        with contextlib.suppress(RayError):
+        with contextlib.suppress(*_FAULTS):
             self._actor.signal.remote(number)
 
     def beat(self) -> None:
-        """Prove to the actor that this process runs."""
-        with contextlib.suppress(RayError):
+        """Prove to the actor that this process runs. Another thread may call it."""
+        with contextlib.suppress(*_FAULTS):
             self._actor.beat.remote()
 
     def drain(self) -> None:
         """Let routers forget the engine."""
-        with contextlib.suppress(RayError):
+        with contextlib.suppress(*_FAULTS):
             self._actor.unlist.remote()
 
     def remove(self) -> None:
         """Free the engine's place. Kills the engine if it runs."""
-        with contextlib.suppress(RayError, ValueError):
+        with contextlib.suppress(*_FAULTS):
             ray.kill(self._actor)
-        with contextlib.suppress(RayError, ValueError):
+        self._free()
+
+    def _free(self) -> None:
+        with contextlib.suppress(*_FAULTS):
             remove_placement_group(self._group)
 
 

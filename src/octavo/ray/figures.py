@@ -11,24 +11,24 @@ from octavo.ray.fetch import fetch
 from octavo.ray.scaling import Load
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 _TIMEOUT_S = 1.0
 _NUM_THREADS = 16
-_QUEUE_SUM, _QUEUE_COUNT = b"octavo:request_queue_time_seconds_sum", b"octavo:request_queue_time_seconds_count"
-_RUNNING, _WAITING, _LIMIT = b"octavo:num_requests_running", b"octavo:num_requests_waiting", b"octavo:max_num_seqs"
+_QUEUE_SUM, _QUEUE_COUNT = b"request_queue_time_seconds_sum", b"request_queue_time_seconds_count"
+_RUNNING, _WAITING, _LIMIT = b"num_requests_running", b"num_requests_waiting", b"max_num_seqs"
 _NAMES = (_QUEUE_SUM, _QUEUE_COUNT, _RUNNING, _WAITING, _LIMIT)
-_SAMPLE = re.compile(b"^(" + b"|".join(_NAMES) + rb")(?:\{[^\n]*\})? (\S+)$", re.MULTILINE)
+_SAMPLE = re.compile(b"^(octavo|vllm):(" + b"|".join(_NAMES) + rb")(?:\{[^\n]*\})? (\S+)$", re.MULTILINE)
 
 Figures = dict[bytes, float]
 
 
 def read_figures(text: bytes) -> Figures:
-    """Read the metrics of an engine."""
-    figures: Figures = {}
-    for name, value in _SAMPLE.findall(text):
-        figures[name] = figures.get(name, 0.0) + float(value)
-    return figures
+    """Read the metrics of an engine, by their names without prefix. The prefix depends on `--metrics-prefix`."""
+    figures: dict[bytes, Figures] = {b"vllm": {}, b"octavo": {}}
+    for prefix, name, value in _SAMPLE.findall(text):
+        figures[prefix][name] = figures[prefix].get(name, 0.0) + float(value)
+    return {**figures[b"vllm"], **figures[b"octavo"]}
 
 
 @dataclass(slots=True)
@@ -50,25 +50,32 @@ class LoadReader:
 
     key: str | None
     _queues: dict[str, _Queue] = field(default_factory=dict)
+    _answered_at: dict[str, float] = field(default_factory=dict)
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_NUM_THREADS, "octavo-figures"))
 
     def read(self, urls: Sequence[str], now: float) -> Load | None:
-        """Read the metrics of engines. Return None if none answers."""
+        """Read the metrics of engines. Return None if no engine answers."""
         texts = list(self._pool.map(lambda url: fetch(f"{url}/metrics", self.key, _TIMEOUT_S), urls))
-        figures = {url: read_figures(text) for url, text in zip(urls, texts, strict=True) if text is not None}
-        return self.load(figures, now, is_complete=len(figures) == len(urls)) if figures else None
+        if all(text is None for text in texts):
+            return None
+        figures = [None if text is None else read_figures(text) for text in texts]
+        return self.load(dict(zip(urls, figures, strict=True)), now)
 
-    def load(self, figures: dict[str, Figures], now: float, *, is_complete: bool = True) -> Load:
-        """Return the load at a time. figures: Of each engine that has answered. is_complete: All have."""
+    def load(self, figures: Mapping[str, Figures | None], now: float) -> Load:
+        """Return the load at a time. The queue time of a silent engine is the time since its last answer.
+
+        figures: Of each engine. None if it does not answer.
+        """
         self._queues = {url: queue for url, queue in self._queues.items() if url in figures}
+        self._answered_at = {url: at for url, at in self._answered_at.items() if url in figures}
         waits = [self._wait(url, each, now) for url, each in figures.items()]
-        limits = [each.get(_LIMIT) for each in figures.values()]
+        known = [each for each in figures.values() if each is not None]
+        limits = [each[_LIMIT] for each in known if _LIMIT in each]
         return Load(
             now,
             max(waits),
-            sum(each.get(_RUNNING, 0.0) for each in figures.values()),
-            None if None in limits else sum(limit for limit in limits if limit is not None),
-            is_complete,
+            sum(each.get(_RUNNING, 0.0) for each in known),
+            sum(limits) / len(limits) if len(limits) == len(figures) else None,
         )
 
     def num_open(self, url: str) -> float:
@@ -76,8 +83,11 @@ class LoadReader:
         queue = self._queues.get(url)
         return 0.0 if queue is None else queue.num_open
 
-    def _wait(self, url: str, figures: Figures, now: float) -> float:
+    def _wait(self, url: str, figures: Figures | None, now: float) -> float:
         """Return the mean queue time since the previous reading, or the time for which the queue has not moved."""
+        if figures is None:
+            return now - self._answered_at.setdefault(url, now)
+        self._answered_at[url] = now
         sum_s, count = figures.get(_QUEUE_SUM, 0.0), figures.get(_QUEUE_COUNT, 0.0)
         num_waiting = figures.get(_WAITING, 0.0)
         queue = self._queues.get(url)

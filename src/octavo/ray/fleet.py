@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+from octavo.errors import OctavoError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -15,7 +18,12 @@ logger = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _MAX_FAILED_STARTS = 3
 _UNLISTED_S = 2.0  # until all routers have stopped sending to a drained engine
-_DRAIN_MARGIN_S = 30.0
+_REQUEST_S = 10.0  # until a failed request is repeated
+_DRAIN_MARGIN_S = 30.0  # an engine needs some of it for its own end
+
+
+class ClusterError(OctavoError):
+    """The cluster does not do what it was asked. It may do so later."""
 
 
 class Engine(Protocol):
@@ -35,7 +43,7 @@ class Engine(Protocol):
 
 
 class Cluster(Protocol):
-    """Starts engines."""
+    """Starts engines. `start` and `request` raise `ClusterError`."""
 
     bundle: dict[str, int]
 
@@ -44,13 +52,34 @@ class Cluster(Protocol):
     def room(self) -> str: ...  # noqa: D102
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetLimits:
+    """Times after which a fleet acts.
+
+    timeout_s: For finding room, while no drained engine holds a place. Later the wanted number falls, but not below
+    min_size.
+    start_s: In which a placed engine must be ready. Then it is killed.
+    drain_s: In which the requests of a drained engine end. Some time later the engine is killed.
+    """
+
+    timeout_s: float
+    start_s: float
+    drain_s: float
+    min_size: int
+
+
 @dataclass(slots=True, eq=False)
 class _Member:
-    """An engine of the fleet. generation: Counts changes of the engines' options."""
+    """An engine of the fleet.
+
+    generation: Counts changes of the engines' options. waits_from: Since when it lacks a place that it could have.
+    """
 
     engine: Engine
+    words: tuple[str, ...]
     generation: int
-    begun_at: float
+    waits_from: float
+    placed_at: float | None = None
     was_ready: bool = False
     drained_at: float | None = None
     is_told: bool = False  # to stop
@@ -62,30 +91,23 @@ class Fleet:
 
     failure: Why no engine can run, or None.
     is_placed: True after all first engines have found room. was_ready: True after an engine was ready.
-    settled_at: Since when exactly the wanted engines are ready, or None. resized_at: When `size` has changed.
-    timeout_s: Time in which the first engines must find room. drain_s: Time in which a drained engine must end.
+    settled_at: Since when exactly the wanted engines are ready, or None.
+    words: Options of the last replacement that is complete. size: Wanted number of engines.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        words: Sequence[str],
-        size: int,
-        timeout_s: float,
-        now: float,
-        drain_s: float = math.inf,
-    ) -> None:
+    def __init__(self, cluster: Cluster, words: Sequence[str], size: int, limits: FleetLimits, now: float) -> None:
         self.failure: str | None = None
-        self._cluster, self._timeout_s, self._drain_s = cluster, timeout_s, drain_s
-        self._words = self._previous = list(words)
+        self._cluster, self._limits = cluster, limits
+        self._words = self.words = tuple(words)
         self._generation = 0
         self._members: list[_Member] = []
         self._pause_s, self._num_failed, self._starts_from = _FIRST_PAUSE_S, 0, now
+        self._requested: int | None = None
+        self._requests_from = now
         self.is_placed = self.was_ready = False
         self.settled_at: float | None = None
         self.resized_at = now
         self.size = size
-        cluster.request(size)
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -93,22 +115,27 @@ class Fleet:
         return tuple(member.engine.url for member in self._active() if member.engine.url is not None)
 
     @property
-    def kept_words(self) -> tuple[str, ...]:
-        """The command line that all engines have, or have had before the replacement in progress."""
-        return tuple(self._previous if self._old() else self._words)
+    def ready_urls(self) -> tuple[str, ...]:
+        """The addresses of engines that accept requests and have been ready."""
+        ready = (member.engine.url for member in self._active() if member.was_ready)
+        return tuple(url for url in ready if url is not None)
 
-    def resize(self, size: int, now: float) -> None:
+    @property
+    def is_replacing(self) -> bool:
+        """True until a replacement is complete or undone."""
+        return self._words != self.words or bool(self._old())
+
+    def resize(self, size: int) -> None:
         """Change the wanted number of engines."""
         if size != self.size:
             logger.info("the number of replicas changes from %d to %d", self.size, size)
             self.size = size
-            self.settled_at, self.resized_at = None, now
-            self._cluster.request(size)
+            self.settled_at = None
 
     def replace(self, words: Sequence[str]) -> None:
         """Replace all engines one after another. A new engine must be ready before an old one is drained."""
         logger.info("all replicas are replaced, one after another")
-        self._previous, self._words = self._words, list(words)
+        self._words = tuple(words)
         self._generation += 1
         self._num_failed, self._pause_s = 0, _FIRST_PAUSE_S
         self.settled_at = None
@@ -128,25 +155,29 @@ class Fleet:
     def step(self, now: float, load_of: Callable[[str], float]) -> None:
         """Look at all engines, and act. load_of: Returns the number of open requests of an address."""
         for member in list(self._members):
-            if member in self._members:  # an ended engine may undo a replacement, which removes others
+            if member in self._members:  # the end of another one may have removed it
                 self._look(member, now)
         if self.failure is None:
+            self._request_nodes(now)
             self._start_missing(now)
             self._drain_surplus(now, load_of)
             self._check_room(now)
-        self._note_settled(now)
+        self._note_complete(now)
         self._stop_drained(now)
+        self._kill_slow(now)
 
     def beat(self) -> None:
-        """Prove to all actors that this process runs. May be called by another thread."""
+        """Prove to all engines that this process runs. Another thread may call it."""
         for member in list(self._members):
             member.engine.beat()
 
     def stop(self) -> None:
-        """Ask all engines to end."""
+        """Ask all engines to end, and release the nodes that the autoscaler was asked for."""
         for member in self._members:
             member.engine.drain()
             member.engine.signal(signal.SIGTERM)
+        with contextlib.suppress(ClusterError):
+            self._cluster.request(0)
 
     def remove_ended(self) -> bool:
         """Free the places of ended engines. Return True if all engines have ended."""
@@ -165,8 +196,9 @@ class Fleet:
         return [member for member in self._members if member.drained_at is None]
 
     def _remove(self, member: _Member) -> None:
-        self._members.remove(member)
-        member.engine.remove()
+        if member in self._members:
+            self._members.remove(member)
+            member.engine.remove()
 
     def _stop_drained(self, now: float) -> None:
         for member in self._members:
@@ -185,17 +217,33 @@ class Fleet:
         if engine.end is not None:
             self._remove(member)
             self._ended(member, now)
-        elif engine.is_ready and not member.was_ready:
+            return
+        if member.placed_at is None and engine.url is not None:
+            member.placed_at = now
+        if engine.is_ready and not member.was_ready:
             member.was_ready = self.was_ready = True
             self._num_failed, self._pause_s = 0, _FIRST_PAUSE_S
             logger.info("%s is ready", _name(member))
 
-    def _note_settled(self, now: float) -> None:
-        active = self._active()
-        if self._old() or len(active) != self.size or not all(member.was_ready for member in active):
+    def _note_complete(self, now: float) -> None:
+        active, old = self._active(), self._old()
+        if not old and any(member.was_ready for member in active):
+            self.words = self._words
+        if old or len(active) != self.size or not all(member.was_ready for member in active):
             self.settled_at = None
         elif self.settled_at is None:
             self.settled_at = now
+
+    def _request_nodes(self, now: float) -> None:
+        if self._requested == self.size or now < self._requests_from:
+            return
+        try:
+            self._cluster.request(self.size)
+        except ClusterError as error:
+            logger.warning("the autoscaler was not asked for %d replicas: %s", self.size, error)
+            self._requests_from = now + _REQUEST_S
+        else:
+            self._requested = self.size
 
     def _ended(self, member: _Member, now: float) -> None:
         engine = member.engine
@@ -209,6 +257,9 @@ class Fleet:
                 self.failure = f"{_name(member)} could not be started: {engine.end}"
                 return
             self._undo("the new replicas could not be started")
+        self._pause(now)
+
+    def _pause(self, now: float) -> None:
         self._starts_from = now + self._pause_s
         logger.info("another replica starts in %g s", self._pause_s)
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
@@ -218,13 +269,14 @@ class Fleet:
 
     def _undo(self, why: str) -> None:
         """End a replacement. Engines with the new options are replaced by engines with the previous options."""
-        if not (old := self._old()):
+        if not self._old():
             return
         logger.error("%s; the previous options stay", why)
-        self._words = self._previous
+        self._words = self.words
         self._generation += 1
-        for member in old:
-            member.generation = self._generation
+        for member in self._active():
+            if member.words == self.words:
+                member.generation = self._generation
         for member in self._old():
             if not member.was_ready:
                 self._remove(member)
@@ -236,8 +288,13 @@ class Fleet:
         wanted = self.size + (1 if old and are_new_ready and not is_draining else 0)
         if now >= self._starts_from:
             for _ in range(wanted - len(active)):
-                engine = self._cluster.start(self._words)
-                self._members.append(_Member(engine, self._generation, now))
+                try:
+                    engine = self._cluster.start(self._words)
+                except ClusterError as error:
+                    logger.error("a replica could not be started: %s", error)  # noqa: TRY400 - the error says all
+                    self._pause(now)
+                    return
+                self._members.append(_Member(engine, self._words, self._generation, now))
 
     def _drain_surplus(self, now: float, load_of: Callable[[str], float]) -> None:
         active, old = self._active(), self._old()
@@ -245,11 +302,11 @@ class Fleet:
         if old and not all(member.was_ready for member in active if member not in old):
             return
 
-        def order(each: _Member) -> tuple[bool, bool, bool, float]:
-            url = each.engine.url
-            return each not in old, url is not None, each.was_ready, 0.0 if url is None else load_of(url)
+        def rank(member: _Member) -> tuple[bool, bool, bool, float]:
+            url = member.engine.url
+            return member not in old, member.was_ready, url is not None, load_of(url or "")
 
-        for member in sorted(active, key=order)[: max(num_surplus, 0)]:
+        for member in sorted(active, key=rank)[: max(num_surplus, 0)]:
             if member.engine.url is None:
                 self._remove(member)
             else:
@@ -257,22 +314,51 @@ class Fleet:
                 member.engine.drain()
                 logger.info("%s is drained", _name(member))
 
+    def _stop_drained(self, now: float) -> None:
+        for member in self._members:
+            if member.drained_at is None:
+                continue
+            drained_s = now - member.drained_at
+            if not member.is_told and drained_s >= _UNLISTED_S:
+                member.is_told = True
+                member.engine.signal(signal.SIGTERM)
+            if drained_s >= _UNLISTED_S + self._limits.drain_s + _DRAIN_MARGIN_S:
+                self._kill(member, f"has not stopped {drained_s:g} s after it was drained")
+
+    def _kill_slow(self, now: float) -> None:
+        for member in self._active():
+            if member.placed_at is None or member.was_ready:
+                continue
+            if now - member.placed_at >= self._limits.start_s:
+                self._kill(member, f"is not ready after {self._limits.start_s:g} s")
+
+    @staticmethod
+    def _kill(member: _Member, why: str) -> None:
+        if not member.is_killed:
+            member.is_killed = True
+            logger.error("%s %s: killing it", _name(member), why)
+            member.engine.signal(signal.SIGKILL)
+
     def _check_room(self, now: float) -> None:
         placeless = [member for member in self._active() if member.engine.url is None]
         if not self.is_placed:
             self.is_placed = len(self._active()) >= self.size and not placeless
-        late = [member for member in placeless if now - member.begun_at >= self._timeout_s]
+        if len(self._active()) < len(self._members):  # a drained engine frees its place later
+            for member in placeless:
+                member.waits_from = now
+        late = [member for member in placeless if now - member.waits_from >= self._limits.timeout_s]
         if not late:
             return
         why = f"no node has room for {late[0].engine.name}: it needs {self._needs()}; {self._cluster.room()}"
         if not self.is_placed:
-            self.failure = f"{why} (after {self._timeout_s:g} s)"
+            self.failure = f"{why} (after {self._limits.timeout_s:g} s)"
         elif self._old():
             self._undo(why)
         else:
             logger.warning("%s", why)
-            for member in late:
-                member.begun_at = now
+            self.resize(max(self.size - len(late), self._limits.min_size))
+        for member in late:
+            member.waits_from = now
 
     def _needs(self) -> str:
         return " and ".join(f"{number} {kind}s" for kind, number in self._cluster.bundle.items())

@@ -28,8 +28,10 @@ class Settings(msgspec.Struct, frozen=True):
     environment: Variables of an engine.
     num_threads: Of an engine. None divides the CPUs of the nodes.
     uses_gpu: None means True if the cluster has GPUs.
-    timeout_s: Limit on connecting, and on finding room for the first engines.
-    stop_s: Time in which a stopped engine's requests end. drain_s: Likewise, of a replaced or surplus engine.
+    timeout_s: Limit on finding room for the first engines, and for added engines.
+    start_s: Time in which a placed engine must be ready.
+    stop_s: Time in which the requests of all engines end when the command stops.
+    drain_s: Time in which the requests of a drained engine end.
     is_again: True if an earlier driver had found room for all engines. Then missing room is no failure.
     """
 
@@ -45,6 +47,7 @@ class Settings(msgspec.Struct, frozen=True):
     uses_gpu: bool | None
     operator_key: str | None
     timeout_s: float
+    start_s: float
     stop_s: float
     drain_s: float
     log_level: str
@@ -65,30 +68,34 @@ class Order(msgspec.Struct, frozen=True, omit_defaults=True):
     words: tuple[str, ...] | None = None
 
 
-class Kept(msgspec.Struct, frozen=True):
-    """The fields of `Settings` that a restarted driver takes over from the previous one."""
+class Restart(msgspec.Struct, frozen=True):
+    """The settings with which another driver continues the work of this one. See `Settings`."""
 
     words: tuple[str, ...]
     num_replicas: int
-    num_threads: int
-    uses_gpu: bool
+    num_threads: int | None
+    uses_gpu: bool | None
 
 
 class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     """A message from the child process.
 
     urls: Addresses of the engines that accept requests.
-    is_placed: True if the cluster is connected, and all first engines have their place in it.
+    is_connected: True if the cluster is connected.
+    is_placed: True if all first engines have their place in the cluster.
     was_ready: True if an engine was ready.
+    is_replacing: True until a replacement of all engines is complete or undone.
     failure: Why no engine can run.
-    kept: What a restarted child process must know.
+    restart: For the next driver.
     """
 
     urls: tuple[str, ...] = ()
+    is_connected: bool = False
     is_placed: bool = False
     was_ready: bool = False
+    is_replacing: bool = False
     failure: str | None = None
-    kept: Kept | None = None
+    restart: Restart | None = None
 
 
 Message = Search | Settings | Order

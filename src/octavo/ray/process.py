@@ -19,13 +19,17 @@ from octavo.ray.messages import Report
 from octavo.router.launcher import Launcher
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from octavo.ray.messages import Message
 
 logger = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 10.0
-_CONNECT_S = 30.0  # Ray starts slowly
+_CONNECT_S = 60.0  # Ray starts slowly
+_LONG_S = 30.0  # a longer run resets the pause before the next one
+_LATE_S = 30.0  # for a report after its limit
 _EXIT_S = 20.0
-_UNPLACED_EXIT_S = 5.0  # engines that have no place have no requests
+_LONGEST_LINE = 200  # bytes, in the log
 
 
 def check_ray_installed(option: str) -> None:
@@ -39,17 +43,18 @@ class RayProcess(Launcher):
 
     If it ends after all engines had their place and one was ready, it starts again.
 
-    module: Of the child process. first: Its first message. start_s: Limit on its start, to which the time for
-    connecting is added. stop_s: Time that its end may take, to which some seconds are added.
+    module: Of the child process. first: Its first message. start_s: Time in which the child process finds places for
+    engines or fails, after it has connected to the cluster. stop_s: Time that its end may take. Some seconds are added
+    to both.
     """
 
     def __init__(self, module: str, first: Message, *, start_s: float = 0.0, stop_s: float = 0.0) -> None:
         self._command = [sys.executable, "-m", module]
-        self._first, self._start_s, self._stop_s = first, start_s + _CONNECT_S, stop_s + _EXIT_S
+        self._first, self._start_s, self._stop_s = first, start_s + _LATE_S, stop_s + _EXIT_S
         self._urls: tuple[str, ...] = ()
         self._failure: str | None = None
         self._changed = threading.Condition()
-        self._is_placed = self._was_ready = False
+        self._is_connected = self._is_placed = self._was_ready = False
         self._is_stopping = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._run, name="octavo-ray", daemon=True)
@@ -67,14 +72,11 @@ class RayProcess(Launcher):
         """Start. Raises `ConfigError` if the cluster cannot be used."""
         self._thread.start()
         try:
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_placed or self._failure is not None, self._start_s)
+            self._wait(lambda: self._is_connected, _CONNECT_S, "the Ray cluster has not answered")
+            self._wait(lambda: self._is_placed, self._start_s, "the process that uses Ray has not found places")
         except BaseException:
             self.__exit__()
             raise
-        if not self._is_placed:
-            self.__exit__()
-            raise ConfigError(self._failure or f"the Ray cluster has not answered within {self._start_s:g} s")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -83,42 +85,49 @@ class RayProcess(Launcher):
         child = self._child
         if child is not None:
             _close_input(child)
-        self._thread.join(self._stop_s if self._is_placed else _UNPLACED_EXIT_S)
+        self._thread.join(self._stop_s if self._is_connected else _FIRST_PAUSE_S)
         if self._thread.is_alive() and child is not None:
             logger.warning("the process that uses Ray does not exit: killing it")
             child.kill()
             self._thread.join()
 
     def send(self, message: Message) -> bool:
-        """Send a message to the child process. Return False if it has ended."""
+        """Send a message to the child process. Return False if it does not run."""
         child = self._child
-        if child is None or child.stdin is None:
-            return False
-        try:
-            child.stdin.write(msgspec.json.encode(message) + b"\n")
-            child.stdin.flush()
-        except (OSError, ValueError):
-            return False
-        return True
+        if child is not None and child.stdin is not None:
+            with contextlib.suppress(OSError, ValueError):  # it has ended
+                child.stdin.write(msgspec.json.encode(message) + b"\n")
+                child.stdin.flush()
+                return True
+        return False
+
+    def _wait(self, condition: Callable[[], bool], timeout_s: float, problem: str) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: condition() or self._failure is not None, timeout_s)
+            if not condition():
+                raise ConfigError(self._failure or f"{problem} within {timeout_s:g} s")
 
     def _run(self) -> None:
         pause_s = _FIRST_PAUSE_S
         while not self._is_stopping.is_set():
             begun_at = time.monotonic()
-            failure = self._run_once()
+            try:
+                failure = self._run_once()
+            except OSError as error:
+                failure = f"the process that uses Ray cannot be started: {error}"
             if self._is_stopping.is_set():
                 return
             if not (self._is_placed and self._was_ready):
                 self._fail(failure)
                 return
-            if time.monotonic() - begun_at > _CONNECT_S:
+            if time.monotonic() - begun_at > _LONG_S:
                 pause_s = _FIRST_PAUSE_S
             logger.error("%s; the next attempt is in %g s", failure, pause_s)
             self._is_stopping.wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _note(self, report: Report) -> None:
-        """Called with each report."""
+        """Use a report, in a subclass."""
 
     def _fail(self, failure: str) -> None:
         if self._is_placed:  # otherwise `__enter__` raises it
@@ -146,19 +155,24 @@ class RayProcess(Launcher):
             for line in child.stdout:
                 try:
                     report = msgspec.json.decode(line, type=Report)
-                except msgspec.DecodeError:
-                    logger.warning("the process that uses Ray has printed %r", line)
-                    continue
-                self._note(report)
+                except (msgspec.MsgspecError, UnicodeDecodeError):
+                    child.kill()
+                    failure = f"the process that uses Ray wrote a line that is no report: {line[:_LONGEST_LINE]!r}"
+                    break
                 failure = report.failure
-                with self._changed:
-                    self._urls = report.urls if failure is None else self._urls
-                    self._is_placed = self._is_placed or report.is_placed
-                    self._was_ready = self._was_ready or report.was_ready
-                    self._changed.notify_all()
+                self._take(report)
             status = child.wait()
             _close_input(child)
         return failure or f"the process that uses Ray has exited with status {status}"
+
+    def _take(self, report: Report) -> None:
+        self._note(report)
+        with self._changed:
+            self._urls = report.urls if report.failure is None else self._urls
+            self._is_connected = self._is_connected or report.is_connected
+            self._is_placed = self._is_placed or report.is_placed
+            self._was_ready = self._was_ready or report.was_ready
+            self._changed.notify_all()
 
 
 def _close_input(child: subprocess.Popen[bytes]) -> None:

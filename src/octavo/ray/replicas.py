@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import FrameType
 
+    from octavo.ray.messages import Report
+
 logger = logging.getLogger(__name__)
 _FROZEN_TIMES = 8  # as of local replicas
 
@@ -30,6 +32,8 @@ class RayReplicas(RayProcess):
     def __init__(self, settings: Settings, again: Callable[[], Sequence[str]]) -> None:
         super().__init__("octavo.ray.driver", settings, start_s=settings.timeout_s, stop_s=settings.stop_s)
         self._settings, self._again = settings, again
+        self._replacement: tuple[str, ...] | None = None  # not complete
+        self._is_replacing = False
 
     def reload(self) -> None:
         """Reload API keys."""
@@ -47,8 +51,9 @@ class RayReplicas(RayProcess):
         except OctavoError as error:
             logger.error("the replicas were not replaced: %s", error)  # noqa: TRY400 - the error says all
             return
+        self._replacement = words
         if not self.send(Order(words=words)):
-            logger.error("the replicas were not replaced: the process that uses Ray has ended; try again")
+            self._forget_replacement()
 
     def __enter__(self) -> Self:
         """Start the engines. Raises `ConfigError` if they do not find room in time."""
@@ -57,9 +62,25 @@ class RayReplicas(RayProcess):
         return super().__enter__()
 
     def _note(self, report: Report) -> None:
-        if report.is_placed:
-            kept = {} if report.kept is None else msgspec.structs.asdict(report.kept)
-            self._first = self._settings = msgspec.structs.replace(self._settings, is_again=True, **kept)
+        if report.restart is not None:
+            self._settings = msgspec.structs.replace(self._settings, **msgspec.structs.asdict(report.restart))
+        has_ended = self._is_replacing and not report.is_replacing
+        if has_ended or self._settings.words == self._replacement:
+            self._replacement = None
+        self._is_replacing = report.is_replacing
+
+    def _run_once(self) -> str:
+        failure = super()._run_once()
+        if self._is_placed:
+            self._first = self._settings = msgspec.structs.replace(self._settings, is_again=True)
+        if self._replacement is not None or self._is_replacing:
+            self._forget_replacement()
+        return failure
+
+    def _forget_replacement(self) -> None:
+        self._replacement, self._is_replacing = None, False
+        if not self._is_stopping.is_set():
+            logger.error("the replicas were not replaced: the process that uses Ray has ended; send SIGUSR1 again")
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         threading.Thread(target=self.replace, name="octavo-replace", daemon=True).start()

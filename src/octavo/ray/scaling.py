@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,15 +20,14 @@ class Load:
     """The load of all engines at a time.
 
     queue_time_s: Time that a request waits for its first step.
-    num_running, max_num_running: Requests in steps, and their limit. None if unknown.
-    is_complete: False if an engine has not answered.
+    num_running: Requests in steps.
+    max_num_running_each: Their mean limit per engine. None if an engine is silent, or does not tell its limit.
     """
 
     at: float
     queue_time_s: float
     num_running: float
-    max_num_running: float | None
-    is_complete: bool = True
+    max_num_running_each: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +39,22 @@ class ScalingLimits:
     target_queue_time_s: float
 
 
-def choose_size(loads: Sequence[Load], size: int, since: float, limits: ScalingLimits) -> int:
+def choose_size(loads: Sequence[Load], size: int, since: float | None, limits: ScalingLimits) -> int:
     """Return the wanted number of engines.
 
-    Engines are added if the queue time has been too long for `UP_AFTER_S`: in proportion to the queue time, but at most
-    as many as there are. One engine is removed if the queue time has been below half of the target for `DOWN_AFTER_S`,
-    and one engine less would have run the same requests.
+    Engines are added if the queue time has been too long for `UP_AFTER_S` while all engines were ready: in proportion
+    to the queue time, but at most as many as there are. One engine is removed if the queue time has been below half of
+    the target for `DOWN_AFTER_S`, and one engine less would have run the same requests. Some engines may be missing.
 
-    loads: The oldest first. size: Current number. since: Time when all of these were ready.
+    loads: Since the number has changed, the oldest first. size: Current number. since: Time when all of these were
+    ready. None if some are missing.
     """
-    loads = list(itertools.dropwhile(lambda load: load.at < since, loads))
     if not loads:
         return size
     now, wanted = loads[-1].at, limits.target_queue_time_s
     recent = [load for load in loads if load.at >= now - UP_AFTER_S]
-    if now - loads[0].at >= UP_AFTER_S and all(load.queue_time_s > wanted for load in recent):
+    is_settled = since is not None and any(since <= load.at <= now - UP_AFTER_S for load in loads)
+    if is_settled and all(load.queue_time_s > wanted for load in recent):
         factor = min(recent[-1].queue_time_s / wanted, _MAX_FACTOR)
         return min(math.ceil(size * factor), limits.max_replicas)
     recent = [load for load in loads if load.at >= now - DOWN_AFTER_S]
@@ -69,6 +68,6 @@ def choose_size(loads: Sequence[Load], size: int, since: float, limits: ScalingL
 
 
 def _fits(load: Load, size: int, wanted_s: float) -> bool:
-    if load.queue_time_s > wanted_s / 2 or load.max_num_running is None or not load.is_complete:
+    if load.queue_time_s > wanted_s / 2 or load.max_num_running_each is None:
         return False
-    return load.num_running <= _BUSY * load.max_num_running * (size - 1) / size
+    return load.num_running <= _BUSY * load.max_num_running_each * (size - 1)
