@@ -48,21 +48,6 @@ class Fleet:
         return note
 
 
-class Cluster:
-    """A fake cluster. requested: Sizes for the autoscaler."""
-
-    num_threads, uses_gpu = 2, False
-
-    def __init__(self):
-        self.requested = []
-
-    def request(self, num_engines):
-        self.requested.append(num_engines)
-
-
-KEPT = Kept(("m",), 1, 2, uses_gpu=False)
-
-
 def settings(**changes):
     from test_process import SETTINGS
 
@@ -76,7 +61,6 @@ def test_driver_carries_out_orders_reports_and_stops():
     fleet = Fleet()
     Driver(settings(num_replicas=2, num_threads=3, uses_gpu=True), fleet, channel).run()
     names = [call for call in fleet.calls if call[0] != "step"]
-    assert cluster.requested == [0]
     assert names == [
         ("reload",),
         ("kill", "http://a"),
@@ -97,7 +81,7 @@ def test_driver_ends_after_failure():
 
     channel, fleet = Channel(None, None), Fleet()
     fleet.step = lambda *_: setattr(fleet, "failure", "no room")
-    Driver(settings(), fleet, Cluster(), channel).run()
+    Driver(settings(), fleet, channel).run()
     assert [report.failure for report in channel.reports] == ["no room"]
 
 

@@ -264,7 +264,7 @@ def test_engine_that_does_not_get_ready_in_time_is_killed_and_counts_as_failed(r
 def test_drained_engine_is_unlisted_first_and_stopped_later(ready, caplog):
     caplog.set_level("INFO")
     ready.loads = {"http://e0": 3.0, "http://e1": 2.0}
-    ready.fleet.resize(1, ready.now)
+    ready.fleet.resize(1)
     ready.step()
     assert ready.cluster.requested == [2, 1]
     assert ready.fleet.urls == ("http://e0",)
@@ -287,11 +287,11 @@ def test_drained_engine_is_unlisted_first_and_stopped_later(ready, caplog):
 
 
 def test_growth_starts_engines_and_shrinking_removes_placeless_ones_first(ready):
-    ready.fleet.resize(4, ready.now)
+    ready.fleet.resize(4)
     ready.step()
     assert ready.names() == ["e0", "e1", "e2", "e3"]
     ready.cluster.engines[2].place()
-    ready.fleet.resize(3, ready.now)
+    ready.fleet.resize(3)
     ready.step()
     assert ready.names() == ["e0", "e1", "e2"]
     assert ready.fleet.urls == ("http://e0", "http://e1", "http://e2")
@@ -522,49 +522,6 @@ def test_engines_that_end_together_end_a_replacement_once(caplog):
     assert caplog.text.count("the previous options stay") == 1
     drill.step(60.0)
     assert [engine.words for engine in drill.cluster.running()] == [("old",)] * 3
-
-
-@pytest.mark.parametrize("is_fatal", [False, True])
-def test_engines_that_end_together_undo_a_replacement_once(ready, is_fatal):
-    ready.fleet.resize(4, ready.now)
-    ready.fleet.replace(["bad"])
-    for _ in range(3):
-        ready.step(100.0)
-        for engine in ready.cluster.running():
-            if engine.words == ["bad"]:
-                engine.end, engine.is_fatal = "status 1", is_fatal
-        ready.step()
-    assert all(engine.words == ["old"] for engine in ready.cluster.running())
-    assert ready.fleet.kept_words == ("old",)
-    assert ready.fleet.failure is None
-
-
-def test_replacement_waits_for_the_requests_of_a_drained_engine(ready):
-    ready.fleet.replace(["new"])
-    ready.step()
-    ready.get_ready()  # e2 is ready, one old engine is drained and has a long request
-    for _ in range(20):
-        ready.step(30.0)
-        assert len(ready.names()) == 3
-    assert ready.fleet.kept_words == ("old",)
-    drained = next(engine for engine in ready.cluster.engines if engine.is_unlisted)
-    drained.end = "it exited with status 0"
-    ready.step()
-    assert [engine.words for engine in ready.cluster.running()] == [["old"], ["new"], ["new"]]
-
-
-def test_drained_engine_that_does_not_stop_is_killed_once():
-    drill = Drill(drain_s=100.0)
-    drill.get_ready()
-    drill.fleet.resize(1, drill.now)
-    drill.step()
-    drained = next(engine for engine in drill.cluster.engines if engine.is_unlisted)
-    for _ in range(30):
-        drill.step(4.0)
-    assert drained.signals == [signal.SIGTERM]
-    for _ in range(10):
-        drill.step(4.0)
-    assert drained.signals == [signal.SIGTERM, signal.SIGKILL]
 
 
 def test_signals_reach_engines(ready, caplog):

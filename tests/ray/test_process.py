@@ -281,30 +281,6 @@ def test_replacement_that_has_ended_is_not_logged_as_interrupted(caplog):
     assert caplog.text == ""
 
 
-def test_restarted_driver_takes_over_what_the_previous_one_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(process, "_FIRST_PAUSE_S", 0.05)
-    path = tmp_path / "settings"
-    kept = WELL[:-1] + ',"kept":{"words":["kept"],"num_replicas":3,"num_threads":4,"uses_gpu":true}}'
-    program = f"import sys\nopen(sys.argv[1], 'a').write(input() + '\\n')\nprint('{kept}', flush=True)"
-    with playing(program, str(path), made=RayReplicas(SETTINGS, lambda: ["bad"])) as made:
-        made.replace()  # the driver reports the previous words until the replacement is complete
-        wait_until(lambda: path.exists() and path.read_text().count("\n") >= 2, "it has restarted")
-    again = msgspec.json.decode(path.read_text().splitlines()[1], type=Settings)
-    assert (again.words, again.num_replicas, again.num_threads, again.uses_gpu) == (("kept",), 3, 4, True)
-
-
-def test_order_to_an_ended_driver_is_reported(caplog):
-    RayReplicas(SETTINGS, lambda: ["n"]).replace()
-    assert "the replicas were not replaced: the process that uses Ray has ended; try again" in caplog.text
-
-
-def test_what_ray_prints_does_not_end_the_reading_of_reports(caplog):
-    program = f"print('hello', flush=True)\nprint('{WELL}', flush=True)\nimport sys\nsys.stdin.read()"
-    with playing(program) as made:
-        assert urls(made) == ["http://a"]
-    assert "the process that uses Ray has printed b'hello" in caplog.text
-
-
 def test_invalid_configuration_replaces_nothing(tmp_path, caplog):
     def again():
         raise ConfigError("no such option")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 
@@ -51,14 +50,6 @@ def test_engines_are_added_only_while_all_are_ready():
 )
 def test_engine_is_removed_if_the_others_have_room(num_running, size, expected):
     assert choose_size(loads(0.5, num_running, int(DOWN_AFTER_S)), size, 0.0, LIMITS) == expected
-
-
-def test_engine_that_does_not_answer_prevents_shrinking_but_not_growth():
-    calm = loads(0.0, 0, int(DOWN_AFTER_S), 2)
-    calm[7] = dataclasses.replace(calm[7], is_complete=False)
-    assert choose_size(calm, 2, 0.0, LIMITS) == 2
-    busy = [dataclasses.replace(each, is_complete=False) for each in loads(9.0, 8, 3)]
-    assert choose_size(busy, 1, 0.0, LIMITS) == 2
 
 
 def test_engine_is_removed_only_after_a_long_calm():

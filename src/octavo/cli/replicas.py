@@ -104,8 +104,6 @@ def _on_ray(
         raise ConfigError(
             "--kv-events-config does not work with --launcher ray: engines of one node would share a port"
         )
-    if replicas.bounds[0] < replicas.bounds[1] and config.metrics_prefix == "vllm":
-        raise ConfigError("--max-replicas reads octavo's own metrics of the engines: use --metrics-prefix both")
     # Other machines can reach the engines, so that they need a key even if the router needs none.
     client_key = None if config.requires_key else secrets.token_urlsafe(32)
     operator_key = _operator_key(config)

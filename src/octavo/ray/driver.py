@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _LOOK_S = 0.2
-_BEAT_S = 2.0
-_RETRY_S = 2.0
 _LOAD_S = 1.0
 _MARGIN_S = 5.0
 _BEAT_S = 2.0
@@ -45,14 +43,14 @@ def beating(fleet: Fleet) -> Iterator[None]:
         yield
     finally:
         has_ended.set()
-        thread.join()
+        thread.join(_BEAT_S)  # a call of Ray may block it
 
 
 class Driver:
     """Carries out orders, chooses the number of engines, and reports changes."""
 
-    def __init__(self, settings: Settings, fleet: Fleet, cluster: RayCluster, channel: Channel) -> None:
-        self._settings, self._fleet, self._cluster, self._channel = settings, fleet, cluster, channel
+    def __init__(self, settings: Settings, fleet: Fleet, channel: Channel) -> None:
+        self._settings, self._fleet, self._channel = settings, fleet, channel
         self._limits = ScalingLimits(settings.min_replicas, settings.max_replicas, settings.target_queue_time_s)
         self._reader = LoadReader(settings.operator_key)
         self._loads: collections.deque[Load] = collections.deque(maxlen=int(2 * DOWN_AFTER_S / _LOAD_S))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -106,7 +105,6 @@ class Fleet:
         self._requests_from = now
         self.is_placed = self.was_ready = False
         self.settled_at: float | None = None
-        self.resized_at = now
         self.size = size
 
     @property
@@ -200,17 +198,6 @@ class Fleet:
             self._members.remove(member)
             member.engine.remove()
 
-    def _stop_drained(self, now: float) -> None:
-        for member in self._members:
-            drained_s = 0.0 if member.drained_at is None else now - member.drained_at
-            if not member.is_told and drained_s >= _UNLISTED_S:
-                member.is_told = True
-                member.engine.signal(signal.SIGTERM)
-            if not member.is_killed and drained_s >= _UNLISTED_S + self._drain_s + _DRAIN_MARGIN_S:
-                logger.error("%s has not stopped in time: killing it", _name(member))
-                member.is_killed = True
-                member.engine.signal(signal.SIGKILL)
-
     def _look(self, member: _Member, now: float) -> None:
         engine = member.engine
         engine.look()
@@ -284,8 +271,7 @@ class Fleet:
     def _start_missing(self, now: float) -> None:
         active, old = self._active(), self._old()
         are_new_ready = all(member.was_ready for member in active if member not in old)
-        is_draining = len(active) < len(self._members)  # a drained engine keeps its place until its requests end
-        wanted = self.size + (1 if old and are_new_ready and not is_draining else 0)
+        wanted = self.size + (1 if old and are_new_ready else 0)
         if now >= self._starts_from:
             for _ in range(wanted - len(active)):
                 try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 
 from octavo.errors import OctavoError
-from octavo.ray.messages import Order, Report, Settings
+from octavo.ray.messages import Order, Settings
 from octavo.ray.process import RayProcess
 
 if TYPE_CHECKING:
