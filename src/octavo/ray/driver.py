@@ -42,7 +42,7 @@ def beating(fleet: Fleet) -> Iterator[None]:
         yield
     finally:
         has_ended.set()
-        thread.join()
+        thread.join(_BEAT_S)  # a call of Ray may block it
 
 
 class Driver:
